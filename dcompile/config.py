@@ -216,6 +216,10 @@ _REASONS: Mapping[str, str] = {
         reorder_for_compute_comm_overlap
     """,
     "steps between the CUDA graphs of a program stay in its order": "triton.reorder_for_reducing_graph_partitions",
+    "option numerics says how values are rounded, by default as in eager mode": """
+        emulate_precision_casts emulate_precision_casts_on_saved_tensors eager_numerics.disable_ftz
+        eager_numerics.division_rounding eager_numerics.use_pytorch_libdevice use_fast_math
+    """,
     "inductor's passes do not run": "use_pre_grad_passes use_joint_graph_passes use_post_grad_passes",
     "operations whose results are not used are always removed": "use_dce",
     "a buffer's memory is always used again after its last reader": "allow_buffer_reuse",
@@ -247,6 +251,15 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 }
 """Modes of torch.compile, and the options that each sets."""
 
+BITWISE: Mapping[str, Any] = {
+    "kernels": "aten", "matmul": "aten", "chunked_loss": 0, "shape_padding": False, "fallback_random": True,
+    "autocast_experts": False, "all_reduces": "collective",
+}  # fmt: skip
+"""Options that `numerics="bitwise"` sets: whatever else they may be changes some bit of a result."""
+
+_NUMERICS: Mapping[str, str] = {"strict": "bitwise", "default": "eager"}
+"""Values of TorchInductor's option `numerics` -> ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -264,6 +277,12 @@ class Config:
         "Kernel for float32 matmul and attention on CPU, and for products of one row, in 16 bits of up to 16 rows, on "
         "GPU. own: dcompile's; aten: ATen's; auto: dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 "
         "(AMD).",
+    )
+    numerics: Literal["bitwise", "eager", "fast"] = setting(
+        "eager",
+        "What results promise. bitwise: stock's bits, by ATen's kernels in dcompile's schedule; eager: each operation "
+        "rounds as in eager mode, but sums may be in another order and functions differ in their last places; fast: "
+        "kernels keep 16-bit values in float32 between operations. TorchInductor's `strict` is bitwise.",
     )
     activation_memory_budget: float = setting(
         1.0,
@@ -457,6 +476,8 @@ class Config:
             raise OptionError(f"dcompile: unknown mode {mode!r}{suggestion(str(mode), MODES, 'valid modes')}")
         values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
         config = cls(**{name: _checked(name, value) for name, value in values.items()}, ignored=ignored)
+        if config.numerics == "bitwise":
+            config = config._with_stock_bits(values)
         if config.fallback_by_default and "kernels" not in chosen:
             config = dataclasses.replace(config, kernels="aten")
         if config.kernels == REPLAYED:
@@ -464,6 +485,16 @@ class Config:
         if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
             return dataclasses.replace(config, dump=DUMP_DIRECTORY)
         return config
+
+    def _with_stock_bits(self, given: Mapping[str, Any]) -> Config:
+        """Return the settings of `numerics="bitwise"`. Raises OptionError if one was given that changes bits."""
+        for name, value in BITWISE.items():
+            if name in given and getattr(self, name) not in (value, REPLAYED if name == "kernels" else value):
+                raise OptionError(
+                    f"dcompile: numerics='bitwise' needs {name}={value!r}, but {name}={getattr(self, name)!r} was "
+                    "given; leave one of the two out"
+                )
+        return dataclasses.replace(self, **{name: value for name, value in BITWISE.items() if name not in given})
 
     @property
     def own_kernels(self) -> bool:
@@ -529,6 +560,8 @@ def _checked(name: str, value: Any) -> Any:
         return find_backend(value)
     if name == "chunked_loss":
         return chunk_count(value)
+    if name == "numerics":
+        value = _NUMERICS.get(value, value)
     if name == "size_classes":
         return size_bounds(value)
     if name == "dump" and (isinstance(value, bool) or str(value).lower() in TRUTH_VALUES):

@@ -98,7 +98,12 @@ def element_tracer() -> Any:
 DYNAMO_PASSES: tuple[GraphPass, ...] = (
     # first: other passes treat inlined regions as part of the graph
     GraphPass(inline_nested_regions, required=True),
-    GraphPass(group_experts, lambda request: (request.config.autocast_experts,), required=True),
+    GraphPass(
+        group_experts,
+        lambda request: (request.config.autocast_experts,),
+        when=lambda config: config.numerics != "bitwise",
+        required=True,
+    ),
     GraphPass(keep_recurrent_layers_whole, required=True),
     GraphPass(specialize_block_sizes, when=with_own_kernels),
     # torch writes zeros into the gaps between windows that are changed in place
@@ -215,7 +220,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         choose_skinny_matmuls,
         fuse_matmul_epilogues,
     )
-    from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
+    from dcompile.codegen.schedule.fusion.narrow_buffers import keep_wide_values, narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
     from dcompile.codegen.schedule.fusion.rematerialize import recompute_rows, rematerialize
     from dcompile.codegen.schedule.fusion.split_reductions import (
@@ -259,6 +264,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(refuse_after_split, sharded),
         # after splitting, whose loops need not be read by all programs of another
         LoopPass(recompute_rows, lambda request: sharded(request)[:1], reorders_sums=True),
+        # after all passes that merge loops
+        LoopPass(keep_wide_values, when=lambda config: config.numerics == "fast"),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
         # before collectives are inserted, which are those of a backward without updates

@@ -42,7 +42,7 @@ SUB_LEVELS = {
     "dcompile.codegen.emit": (
         ("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target", "build"),
     ),
-    "dcompile.compiler": (("autotune", "compute_regions"), ("driver",), ("caching",), ("dry_run",)),
+    "dcompile.compiler": (("autotune", "compute_regions", "numerics"), ("driver",), ("caching",), ("dry_run",)),
     "dcompile.capture": (
         ("services",), ("capture_digest", "aliasing"), ("passes",), ("warm_start",), ("call_state",), ("adapters",),
         ("train_step",),

@@ -218,6 +218,7 @@ class CapturedGraph:
             decompositions=self.model.services.compiler.decompositions(trains),
             around=self._recording(),
             is_saved=self.mode.is_saved,
+            eager_kernels=self.model.settings.config.numerics == "bitwise",
         )
 
     def _recording(self) -> AbstractContextManager[None]:

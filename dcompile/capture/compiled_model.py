@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -337,7 +338,13 @@ class CompiledModel:
 
     def objections(self) -> list[str]:
         """Return all reasons found so far against reducing gradients in the compiled graphs."""
-        return [reason for variant in self.variants.values() for reason in variant.objections]
+        found = [reason for variant in self.variants.values() for reason in variant.objections]
+        times = Counter(number for graph in self.graphs for number in {number for _, number in graph.grads})
+        if self.settings.config.numerics == "bitwise" and any(count > 1 for count in times.values()):
+            found.append(
+                "gradients of a parameter come from several graphs, and numerics='bitwise' adds no parts of them"
+            )
+        return found
 
     def before_backward(self, graph: GraphView, sync: bool) -> None:
         """Prepare, inside a backward, for a graph's backward program, before it is compiled and before it runs.

@@ -177,6 +177,8 @@ class ProgramReport:
     """CUDA graphs that a replay launches: one, or several with steps between them that cannot be recorded."""
     notes: list[str] = field(default_factory=list)
     """Lines for the receipt: declined optimizations, with reasons."""
+    weaker: dict[str, list[str]] = field(default_factory=dict)
+    """How bits may differ from stock's -> the kernels or functions that may make the difference."""
     schedule: list[Predicted] = field(default_factory=list)
     """Predicted time of each step by the cost model, in order; empty where the graph has no collectives."""
     predicted_us: float = 0.0

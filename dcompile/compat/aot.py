@@ -29,11 +29,12 @@ def aot_compile(
     decompositions: dict[Any, Any],
     around: contextlib.AbstractContextManager[None],
     is_saved: bool = False,
+    eager_kernels: bool = False,
 ) -> Callable[..., Any]:
     """Trace forward and backward of a Dynamo graph, partition them, and compile each with the given functions.
 
     `around` is entered meanwhile: see `aot_trace`. `is_saved`: keep torch's own wrappers, which a saved graph has when
-    it is loaded: see `aot_bundle`.
+    it is loaded: see `aot_bundle`. `eager_kernels`: trace operators by the kernels that eager mode runs.
     """
     import torch._functorch.config as config
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -53,7 +54,7 @@ def aot_compile(
     if hasattr(config, "view_replay_for_aliased_outputs") and _share_memory(example_inputs):
         settings["view_replay_for_aliased_outputs"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
-    request = PatchRequest() if is_saved else PatchRequest(example_inputs=example_inputs)
+    request = PatchRequest(example_inputs=() if is_saved else example_inputs, eager_kernels=eager_kernels)
     with known, patched("graph", request), around:
         compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]

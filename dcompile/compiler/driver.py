@@ -28,6 +28,7 @@ from dcompile.compat import torch_logs
 from dcompile.compat.size_expressions import traced_sizes
 from dcompile.compiler.autotune import Tuner
 from dcompile.compiler.compute_regions import RegionCompiler, RegionResult
+from dcompile.compiler.numerics import weaker_than_bitwise
 from dcompile.config import Config
 from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.diagram import dot, render
@@ -106,7 +107,7 @@ class Pipeline:
         self._regions = regions
         graphs = (DYNAMO_PASSES, JOINT_PASSES)
         check_names(config, (*graphs, loop_passes(), nest_passes(), launch_passes()))
-        self._passes = select_rows(config, loop_passes(), graphs)
+        self._passes = tuple(row for row in select_rows(config, loop_passes(), graphs) if row.when(config))
         self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), (*graphs, loop_passes())))
         launches = select_rows(config, launch_passes(), (*graphs, loop_passes(), nest_passes()))
         self._launches = tuple(row for row in launches if row.when(config))
@@ -128,7 +129,7 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         *_, (_, program) = self.stages(lowered.program, request, sizes, measure)
         kernels = self._timed(request, "emit", lambda: self.emit(program, request, arch))
-        report = _report(program, kernels)
+        report = _report(program, kernels, request)
         if regions is not None:
             report.fallbacks |= self._refused(regions)
         if any(isinstance(step, Collective) for step in program.steps):
@@ -385,7 +386,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _report(program: Program, kernels: Kernels) -> ProgramReport:
+def _report(program: Program, kernels: Kernels, request: Request) -> ProgramReport:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     externs = [step for step in program.steps if isinstance(step, Extern)]
     regions = sum(step.op == REGION for step in externs)
@@ -395,6 +396,7 @@ def _report(program: Program, kernels: Kernels) -> ProgramReport:
             name = called_name(step.args) if step.op == CALL else step.op
             fallbacks[name] = fallbacks.get(name, 0) + 1
     return ProgramReport(
+        weaker=weaker_than_bitwise(program, kernels, dict(request.groups)),
         kernels=len(kernels.sources),
         kernel_calls=len(loops) + len(kernels.products),
         library_calls=sum(not step.fallback for step in externs) - len(kernels.products) - regions,

@@ -82,6 +82,10 @@ class Receipt:
     variants: tuple[VariantReceipt, ...] = ()
     name: str = ""
     is_function: bool = False
+    numerics: str = "eager"
+    """What option `numerics` promises of results: bitwise, eager or fast."""
+    weaker: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """Program -> how its bits may differ from stock's -> names of the kernels or functions that may differ."""
     decided: bool = True
     """Whether it is known who communicates: under DDP, the first training step decides."""
 
@@ -99,10 +103,13 @@ class Receipt:
         return values
 
     def counts(self, *, brief: bool = False, kind: str = "") -> list[str]:
-        """Three lines, or one, on graphs, collectives and kernels. `kind`: of the graphs, to be told with the name."""
+        """Lines, or one, on graphs, collectives, kernels, and numerics other than eager's.
+
+        `kind`: of the graphs, to be told with the name.
+        """
         whose = ", ".join(filter(None, (self.name, kind)))
         graphs, *rest = _graphs_line(self), _collectives_line(self), _kernels_line(self)
-        lines = [f"{whose}: {graphs}" if whose else graphs, *rest]
+        lines = [f"{whose}: {graphs}" if whose else graphs, *rest, *_numerics_lines(self)]
         return ["; ".join(lines)] if brief else lines
 
     def remarks(self) -> list[str]:
@@ -196,6 +203,14 @@ def _kernels_line(receipt: Receipt) -> str:
     return ", ".join(parts)
 
 
+def _numerics_lines(receipt: Receipt) -> list[str]:
+    """Line on the tier of numerics if it is not the default, with what is weaker than stock's bits."""
+    if receipt.numerics == "eager":
+        return []
+    weaker = [f"{program}: {', '.join(found)}" for program, found in receipt.weaker.items()]
+    return [f"numerics: {'; '.join((receipt.numerics, *weaker))}"]
+
+
 def make_receipt(*models: CompiledModel | None) -> Receipt:
     """Receipt of a compiled model, or of several in one module. Raises NotCompiledError before their first step.
 
@@ -233,6 +248,7 @@ def _joined(whole: Receipt, part: Receipt) -> Receipt:
     values["adapter"] = "+".join(dict.fromkeys(names)) or whole.adapter
     values["eligible"], values["decided"] = whole.eligible and part.eligible, whole.decided and part.decided
     values["is_function"] = whole.is_function
+    values["numerics"], values["weaker"] = whole.numerics, whole.weaker | part.weaker
     for name in ("fallbacks", "traces_uncacheable"):
         values[name] = dict(Counter(getattr(whole, name)) + Counter(getattr(part, name)))
     return Receipt(**values)
@@ -269,6 +285,8 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
         predicted_exposed_us=_predicted_exposed_us(model, variant),
+        numerics=model.settings.config.numerics,
+        weaker=_weaker(model, variant),
         name=model.name,
         is_function=model.is_function,
         decided=model.adapter.decided or runs_eagerly,
@@ -310,13 +328,22 @@ def nothing_compiled(model: CompiledModel) -> str:
 
 
 def _reports(model: CompiledModel, variant: Variant) -> list[ProgramReport]:
-    graphs = [model.graphs[number].executables for number in sorted(set(variant.graphs))]
-    return [
-        executable.report
-        for programs in graphs
+    return [*_named_reports(model, variant).values()]
+
+
+def _named_reports(model: CompiledModel, variant: Variant) -> dict[str, ProgramReport]:
+    """Return the reports of the programs that a step runs, by name."""
+    graphs = [(number, model.graphs[number].executables) for number in sorted(set(variant.graphs))]
+    return {
+        f"{name}{number}": executable.report
+        for number, programs in graphs
         for name, executable in programs.items()
         if WITH_UPDATES not in programs or name not in ("backward", WITH_NORMS)  # the one contains the others
-    ]
+    }
+
+
+def _weaker(model: CompiledModel, variant: Variant) -> dict[str, dict[str, list[str]]]:
+    return {name: report.weaker for name, report in _named_reports(model, variant).items() if report.weaker}
 
 
 def _predicted_exposed_us(model: CompiledModel, variant: Variant) -> float:

@@ -14,6 +14,7 @@ from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import Settings
+from dcompile.capture.train_step.deferred_backward import WITH_UPDATES
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError
@@ -195,3 +196,17 @@ def test_loggers_and_notebooks_have_their_own_forms():
     assert json.loads(json.dumps(kept)) == json.loads(json.dumps(dataclasses.asdict(made)))
     assert kept["graphs"] == made.graphs and isinstance(kept["notes"], list)
     assert made._repr_html_().startswith("<b>") and made._repr_html_().count("<br>") == len(str(made).splitlines()) - 1
+
+
+def test_the_tier_of_numerics_is_a_line_unless_it_is_the_default():
+    weaker = {"sums in another order": ["norm"], "functions that differ in their last places": ["exp"]}
+    made = model(Variant((0,), True), graph(0, forward=ProgramReport(weaker=weaker), backward=ProgramReport()))
+    assert "numerics" not in str(make_receipt(made)) and make_receipt(made).weaker == {"forward0": weaker}
+    made.settings = Settings(Config(numerics="fast"))
+    assert f"\nnumerics: fast; forward0: {', '.join(weaker)}" in str(make_receipt(made))
+
+
+def test_the_program_of_a_step_with_updates_stands_for_the_backward_in_it():
+    reports = {"backward": ProgramReport(weaker={"a": ["b"]}), WITH_UPDATES: ProgramReport(weaker={"c": ["d"]})}
+    receipt = make_receipt(model(Variant((0,), True), graph(0, forward=ProgramReport(), **reports)))
+    assert receipt.weaker == {f"{WITH_UPDATES}0": {"c": ["d"]}}

@@ -207,6 +207,16 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
           y[i1 + 3*i0, i2] = cast(row_sum(mul(p[i1 + 3*i0, j0], cast(v[i0, j0, i2], float32))), bfloat16)
         return (y)
     """),
+    "keep_wide_values": LoopInput("""
+        program p(x)
+          x: bfloat16[6, 16]
+          y: bfloat16[6, 16]
+        loop y [6, 16]
+          wide = cast(x[i0, i1], float32)
+          product = cast(mul(wide, 3.0), bfloat16)
+          y[i0, i1] = cast(add(cast(product, float32), wide), bfloat16)
+        return (y)
+    """),
     "send_in_place": LoopInput("""
         program p(x, w)
           x: float32[2, 4]

@@ -175,14 +175,15 @@ class Fsdp2Adapter(ShardedAdapter):
     name = "fsdp2"
     carries_sync = True
 
-    def __init__(self, states: list[Any], stock: bool, parts: bool = True) -> None:
+    def __init__(self, states: list[Any], stock: bool, parts: bool = True, bitwise: bool = False) -> None:
         """Take over, unless there are objections.
 
+        `bitwise`: whether gradients must have stock's bits, which parts of a sum from several graphs would not.
         `parts`: whether forwards may reshard to fewer ranks (reshard_after_forward=N), and may be captured in several
         graphs. It is False with CUDA graphs.
         """
         super().__init__()
-        self._parts = parts
+        self._parts, self._bitwise = parts, bitwise
         self._states = [weakref.ref(state) for state in states]
         missing = compat.fsdp2.missing_names(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
@@ -327,6 +328,10 @@ class Fsdp2Adapter(ShardedAdapter):
     def objection_to_parts(self) -> str:
         if not self._parts:
             return "a part of the model is not compiled (graph break), which is not supported with CUDA graphs"
+        if self._bitwise:
+            return (
+                "a part of the model is not compiled (graph break), and numerics='bitwise' adds no parts of gradients"
+            )
         if any(compat.tensors.is_wrapper(unit.shown) for unit in self._units):
             return "a part of the model is not compiled (graph break), where parameters are tensors of a subclass"
         return ""

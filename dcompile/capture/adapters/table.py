@@ -57,7 +57,9 @@ def _ddp(ddp: Any, wrapped: WrappedModule) -> GradientSync:
 
 def _fsdp2(states: Any, wrapped: WrappedModule) -> GradientSync:
     # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks
-    return ShardedSync(Fsdp2Adapter(states, wrapped.stock, parts=not wrapped.config.triton_cudagraphs))
+    config = wrapped.config
+    parts, bitwise = not config.triton_cudagraphs, config.numerics == "bitwise"
+    return ShardedSync(Fsdp2Adapter(states, wrapped.stock, parts=parts, bitwise=bitwise))
 
 
 def _fsdp1(instances: Any, wrapped: WrappedModule) -> GradientSync:

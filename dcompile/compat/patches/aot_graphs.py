@@ -22,7 +22,7 @@ import contextlib
 import copy
 import dataclasses
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.patches.torch_patch import replaced_attribute
@@ -45,6 +45,29 @@ def results_in_their_places() -> contextlib.AbstractContextManager[Any]:
         return create
 
     return replaced_attribute(graph_capture, "create_functionalized_fn", creating)
+
+
+@contextlib.contextmanager
+def without_python_kernels(wanted: bool) -> Iterator[None]:
+    """Trace dropout and `upsample_*` as eager runs them, if `wanted`; their decompositions in Python round otherwise.
+
+    Other operators with kernels in Python do there what their kernels in C++ do.
+    """
+    import torch
+
+    names = [name for name in dir(torch.ops.aten) if name.lstrip("_").startswith(("upsample_", "dropout"))]
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    kept = [(op, dict(op.py_kernels)) for op in found if op.py_kernels] if wanted else []
+    try:
+        for op, _ in kept:
+            op.py_kernels.clear()
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in kept:
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
 
 
 def _without_inputs(meta: Any) -> Any:

@@ -230,6 +230,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         GRAPH,
     ),
     TorchPatch(
+        aot_graphs.without_python_kernels,
+        ("torch.ops.aten.upsample_bilinear2d.vec.py_kernels", "torch.ops.aten.dropout.default.py_kernels"),
+        "correctness",
+        "tracing enlarges images and drops values by other operations than eager mode, with other last bits",
+        GRAPH,
+        lambda request: (request.eager_kernels,),
+    ),
+    TorchPatch(
         aot_graphs.results_in_their_places,
         ("torch._functorch._aot_autograd.graph_capture.create_functionalized_fn",),
         "correctness",

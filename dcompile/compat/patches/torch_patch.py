@@ -32,6 +32,7 @@ class PatchRequest:
     told_of_hooks: bool = False
     layers_once: bool = False
     certain_branches: bool = False
+    eager_kernels: bool = False
     fusible: frozenset[Any] = frozenset()
     recomputable: frozenset[Any] = frozenset()
     minimum_cut: Callable[..., Any] | None = None

@@ -43,6 +43,41 @@ def narrow_buffers(program: Program) -> Program:
     return replace(program, steps=steps, buffers=buffers)
 
 
+def keep_wide_values(program: Program) -> Program:
+    """Drop roundings to 16 bits that a loop widens again, so that its operations pass on float32.
+
+    Guarantees: stored values are rounded once, where stock rounds after each operation. Casts of the user's are no
+    exception, as in TorchInductor.
+    """
+    return replace(program, steps=tuple(_without_roundings(s) if _may_change(s) else s for s in program.steps))
+
+
+def _without_roundings(loop: Loop) -> Loop:
+    """Read the value before a cast there and back in place of the one after it."""
+    refs: dict[Ref, Ref] = {}
+    body, known = list[Value](), dict[Value, Ref]()
+    for old, value in enumerate(loop.body):
+        match value:
+            case Apply("cast", (narrow,), "float32") if (wide := _rounded_from(loop, narrow)) is not None:
+                refs[old] = refs[wide]
+            case _:
+                refs[old] = append_value(body, known, move_value(value, refs, {}, body, known))
+    if len(body) == len(loop.body):
+        return loop
+    stores = tuple(replace(store, value=refs[store.value]) for store in loop.stores)
+    found = without(replace(loop, body=tuple(body), stores=stores), frozenset())
+    assert found is not None, "it stores as much as before"
+    return found
+
+
+def _rounded_from(loop: Loop, ref: Ref) -> Ref | None:
+    """Return the float32 that was rounded to this 16-bit value; None if it is no such value."""
+    match loop.body[ref]:
+        case Apply("cast", (wide,), "bfloat16" | "float16") if loop.body[wide].dtype == "float32":
+            return wide
+    return None
+
+
 def _narrow_dtypes(program: Program) -> dict[str, str]:
     """Return the buffers whose dtype may change, and to what: only loops use them, and each store widens."""
     table = program.table

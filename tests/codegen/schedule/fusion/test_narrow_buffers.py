@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
+from dcompile.codegen.schedule.fusion.narrow_buffers import keep_wide_values, narrow_buffers
 from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Apply
 from dcompile.ir.parse import parse
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
@@ -77,3 +78,44 @@ def test_random_programs_keep_every_value():
         for a, b in zip(interpret(there, given), interpret(found, given), strict=True):
             np.testing.assert_array_equal(a, b)
     assert fewer >= 3
+
+
+ROUNDED = """
+program p(x, w)
+  x: float16[6, 16]
+  w: float16[6, 16]
+  y: float16[6, 16]
+  s: float32[6]
+loop y [6, 16]
+  a = cast(x[i0, i1], float32)
+  b = cast(cast(mul(a, 3.0), float16), float32)
+  c = cast(cast(mul(b, cast(w[i0, i1], float32)), float16), float32)
+  y[i0, i1] = cast(add(c, b), float16)
+loop s [6, 16]
+  s[i0] sum= cast(cast(mul(cast(x[i0, i1], float32), 1.1), float8_e4m3fn), float32)
+return (y, s)
+"""
+
+
+def test_values_stay_wide_until_they_are_stored():
+    program = parse(ROUNDED)
+    found = keep_wide_values(program)
+    verify(found, before=program)
+    loop, quantized = found.steps
+    casts = [value.dtype for value in loop.body if isinstance(value, Apply) and value.op == "cast"]
+    assert sorted(casts) == ["float16", "float32", "float32"], "two loads are widened, and one store is narrowed"
+    assert quantized == program.steps[1], "8 bits are a quantization, which the user wants"
+
+
+def test_values_that_stay_wide_are_nearer_to_float64():
+    program = parse(ROUNDED)
+    rng = np.random.default_rng(0)
+    given = {n: rng.standard_normal((6, 16)).astype(program.table[n].dtype) for n in ("x", "w")}
+    true = given["x"].astype(float) * 3 * (given["w"].astype(float) + 1)
+    before, after = (interpret(each, given)[0].astype(float) for each in (program, keep_wide_values(program)))
+    assert np.abs(after - true).sum() < np.abs(before - true).sum()
+
+
+def test_a_loop_without_roundings_is_the_same():
+    program = parse(WIDENED)
+    assert keep_wide_values(program).steps[1:] == program.steps[1:]

@@ -25,6 +25,7 @@ from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.diagram import count_text
 from dcompile.passes import GAIN
 
+OVER_BREAKS = "gradients of one tensor from several graphs, added in another order"
 EAGER_CALLS = "call of the model, run eagerly"
 
 
@@ -343,7 +344,10 @@ def _named_reports(model: CompiledModel, variant: Variant) -> dict[str, ProgramR
 
 
 def _weaker(model: CompiledModel, variant: Variant) -> dict[str, dict[str, list[str]]]:
-    return {name: report.weaker for name, report in _named_reports(model, variant).items() if report.weaker}
+    found = {name: report.weaker for name, report in _named_reports(model, variant).items() if report.weaker}
+    if variant.training and len(variant.graphs) > 1:
+        found["graph breaks"] = {OVER_BREAKS: [f"graph{number}" for number in variant.graphs]}
+    return found
 
 
 def _predicted_exposed_us(model: CompiledModel, variant: Variant) -> float:

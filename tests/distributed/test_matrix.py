@@ -75,6 +75,24 @@ def test_two_ranks_equal_stock(pair, row):
         assert found["grad"] <= (2 * EPSILON if row.tolerance else 0)
 
 
+BITWISE = [
+    row for row in ROWS
+    if row.name in ("DDP: layer shared over a graph break", "FSDP2: layer shared over a graph break, no_sync",
+                    "DDP: tied Llama, no_sync", "FSDP2: mlp, gradient checkpointing")
+]  # fmt: skip
+"""Rows of a usual run: where gradients of several graphs are added, that is left to DDP and FSDP2."""
+
+
+@pytest.mark.parametrize("row", rows(BITWISE))
+def test_two_ranks_have_stocks_bits(pair, row):
+    if row.missing:
+        pytest.skip(f"this torch's DDP has no {row.needs}")
+    for found in pair.run(row.case, 240, **row.how, steps=STEPS, options={"numerics": "bitwise"}):
+        assert all(found[what] == 0 for what in ("param", "buffer", "after loading", "loss", "grad", "ranks"))
+        several = row.graphs > 1
+        assert found["receipt"].numerics == "bitwise" and found["receipt"].eligible == (not several and not row.reasons)
+
+
 # of FSDP1 and FSDP2, a usual run has small models with our kernels on four ranks
 @pytest.mark.parametrize("row", rows([row for row in LLAMAS if row.name.startswith("DDP")]))
 def test_two_ranks_with_our_kernels_stay_close(pair, row):

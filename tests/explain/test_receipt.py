@@ -18,7 +18,7 @@ from dcompile.capture.train_step.deferred_backward import WITH_UPDATES
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError
-from dcompile.explain.receipt import make_receipt
+from dcompile.explain.receipt import OVER_BREAKS, make_receipt
 from tests.subject import ROOT
 
 
@@ -210,3 +210,11 @@ def test_the_program_of_a_step_with_updates_stands_for_the_backward_in_it():
     reports = {"backward": ProgramReport(weaker={"a": ["b"]}), WITH_UPDATES: ProgramReport(weaker={"c": ["d"]})}
     receipt = make_receipt(model(Variant((0,), True), graph(0, forward=ProgramReport(), **reports)))
     assert receipt.weaker == {f"{WITH_UPDATES}0": {"c": ["d"]}}
+
+
+def test_graph_breaks_are_named_where_gradients_are_added_over_them():
+    several = [graph(number, forward=ProgramReport(), backward=ProgramReport()) for number in (0, 1)]
+    assert make_receipt(model(Variant((0, 1), True), *several)).weaker == {
+        "graph breaks": {OVER_BREAKS: ["graph0", "graph1"]}
+    }
+    assert not make_receipt(model(Variant((0, 1), False), *several)).weaker, "nothing is added without a backward"

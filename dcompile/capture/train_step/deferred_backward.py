@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar
+from dcompile.capture.train_step.pending_gradient import PendingFlag, PendingGradient, PendingScalar
 from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
@@ -92,6 +92,27 @@ class _Replay(torch.autograd.Function):
 
 
 @dataclass(eq=False)
+class Unscaling:
+    """What GradScaler does to the gradients of a backward that waits."""
+
+    found: PendingFlag
+    """Whether one is infinite or no number. It is known on this rank first, then agreed if gradients are sharded."""
+    inverse: torch.Tensor
+    """What gradients are multiplied by: a number in memory."""
+    gradients: list[PendingGradient] = field(default_factory=list)
+    is_checked: bool = False
+    """Whether GradScaler now makes the step, and leaves the check to it."""
+
+    def apply(self) -> None:
+        """Unscale computed gradients, and look for infinities among those of this rank."""
+        computed = [g.computed for g in self.gradients if g.computed is not None]
+        with torch.no_grad(), compat.tensors.as_plain():
+            for dtype in {gradient.dtype for gradient in computed}:
+                own = [compat.tensors.local_part(gradient) for gradient in computed if gradient.dtype == dtype]
+                compat.grad_scaler.unscale(own, self.found, self.inverse)
+
+
+@dataclass(eq=False)
 class DeferredBackward:
     """One backward that waits. Its gradients are shown once the backward of autograd ends."""
 
@@ -110,6 +131,10 @@ class DeferredBackward:
     """Versions and addresses of its arguments, when the backward was to run."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
+    unscaling: Unscaling | None = None
+    """What GradScaler has done to them since."""
+    plan: Any = None
+    """Members of its step, their numbers, the program of both, and where that finds parameters."""
 
     def __post_init__(self) -> None:
         self.marks = self._marks()
@@ -208,10 +233,12 @@ class DeferredBackward:
             return _taken(self.backward.run(self.args), places)
 
         self._replay(run, self.before, stay_pending)
+        if self.unscaling is not None:
+            self.unscaling.apply()
 
     def run_with_norms(self) -> None:
         """Run the backward, and compute the norm of each gradient. Gradients stay pending."""
-        if self.is_sharded:  # the norm of a rank's part, as of any DTensor
+        if self.is_sharded or self.unscaling is not None:  # the norm of a rank's part, as of any DTensor
             self.run_alone(stay_pending=True)
             norms = [torch.linalg.vector_norm(gradient.computed) for gradient in self.gradients]
         else:

@@ -154,9 +154,11 @@ def own_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer of the same class with the same attributes, but without hooks."""
+    """Return an optimizer of the same class with the same attributes, but without hooks, and without a GradScaler."""
     made = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    for name in ("grad_scale", "found_inf"):
+        made.__dict__.pop(name, None)
     return made
 
 

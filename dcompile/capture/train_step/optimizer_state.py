@@ -46,7 +46,8 @@ def why_not_traced(optimizer: torch.optim.Optimizer) -> str:
     if compat.hooks.has_step_hooks(optimizer):
         return "the optimizer has a hook before its step"
     found = getattr(optimizer, "found_inf", None)
-    if type(found) is not PendingFlag and (found is not None or getattr(optimizer, "grad_scale", None) is not None):
+    is_given = found is not None or getattr(optimizer, "grad_scale", None) is not None
+    if is_given and not (type(found) is PendingFlag and is_independent(optimizer)):
         return "GradScaler unscales gradients in the step"
     if not all(map(_is_known, optimizer.param_groups)):
         return "a setting of a param group is a tensor on another device, or differentiable"
@@ -141,7 +142,7 @@ class Membership:
         if not self.kinds or self.marks != self._marks():
             return False
         steps = [None] * len(self.kinds) if before is None else before.values
-        return all([kind.replay(numbers) for kind, numbers in zip(self.kinds, steps, strict=True)])
+        return all(kind.replay(numbers) for kind, numbers in zip(self.kinds, steps, strict=True))
 
     def _marks(self) -> list[Any]:
         return [step._version for step in self.steps] + [state.get(name) for state, name in self.numbers_held]

@@ -259,12 +259,13 @@ class PendingFlag(_Pending):
 
     def value(self) -> torch.Tensor:
         """Find out, on all ranks."""
-        self.source.check(self)
+        if type(self) is PendingFlag:  # no question has answered it
+            self.source.check(self)
         return PendingFlag.known(self)
 
     def item(self) -> Any:
         """Return the number; to GradScaler's step 0 without waiting, if the step's program looks for infinities."""
-        return 0.0 if self.source.may_step(self) else self.value().item()
+        return 0.0 if self.source.may_step(self) else PendingFlag.value(self).item()
 
     def to(self, device: Any = None, **more: Any) -> Any:
         """Return it on a device: itself on its own one."""

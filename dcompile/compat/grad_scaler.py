@@ -28,16 +28,23 @@ def _locals_of(name: str) -> Any:
     return None
 
 
-def why_not_deferred() -> str | None:
-    """Return why gradients must be unscaled now; empty if torch's GradScaler does it, None if it is none at all."""
+def unscaling() -> Any:
+    """Return the GradScaler that unscales gradients by the question; None if something else is done to them."""
+    found = _locals_of("_unscale_grads_")
+    return None if found is None else found["self"]
+
+
+def why_not_deferred(scaler: Any) -> str:
+    """Return why gradients must be unscaled at once; empty if the methods of a GradScaler are torch's."""
     from torch.amp import GradScaler
 
-    found = _locals_of("_unscale_grads_")
-    if found is None:
-        return None
-    kind = type(found["self"])
-    own = all(getattr(kind, name) is getattr(GradScaler, name) for name in _METHODS)
-    return "" if own else f"{kind.__name__} has its own way to unscale, check or step"
+    own = all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in _METHODS)
+    return "" if own else f"{type(scaler).__name__} has its own way to unscale, check or step"
+
+
+def forget(scaler: Any, optimizer: int) -> None:
+    """Let a GradScaler forget that it has unscaled the gradients of an optimizer, which is given by its identity."""
+    scaler._per_optimizer_states.pop(optimizer, None)
 
 
 def step_arguments() -> Sequence[Any] | None:

@@ -1,4 +1,4 @@
-"""Steps under GradScaler in one program under DDP and FSDP2, on two Gloo ranks: all ranks skip, and values are stock's."""
+"""GradScaler in the program of a step under DDP and FSDP2, on two Gloo ranks: all skip together, and equal stock."""
 
 import pytest
 

@@ -99,6 +99,9 @@ class Unscaling:
     """Whether one is infinite or no number. It is known on this rank first, then agreed if gradients are sharded."""
     inverse: torch.Tensor
     """What gradients are multiplied by: a number in memory."""
+    scaler: Any
+    optimizer: int
+    """Identity of the optimizer, by which the scaler knows what it has done."""
     gradients: list[PendingGradient] = field(default_factory=list)
     is_checked: bool = False
     """Whether GradScaler now makes the step, and leaves the check to it."""
@@ -158,11 +161,17 @@ class DeferredBackward:
     def check_arguments(self) -> None:
         """Raise DcompileError if a tensor that the backward reads was changed since it was to run."""
         if self._marks() != self.marks:
+            self.forget_unscaling()
             raise DcompileError(
                 "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() "
                 "and the optimizer's step, in which the backward runs; change it before the forward or after the step, "
                 "or compile without optimizer="
             )
+
+    def forget_unscaling(self) -> None:
+        """Let GradScaler start anew with later gradients: it will find none here."""
+        if self.unscaling is not None:
+            compat.grad_scaler.forget(self.unscaling.scaler, self.unscaling.optimizer)
 
     def norms_are_held(self) -> bool:
         """Has somebody asked for norms of gradients, which must be those of now?"""
@@ -285,6 +294,7 @@ class DeferredBackward:
         except BaseException:
             for at, kept in replaced.items():
                 self.parameters[at].grad = kept
+            self.forget_unscaling()
             raise
         for at, (parameter, gradient) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient.computed = parameter.grad

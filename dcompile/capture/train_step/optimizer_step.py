@@ -90,12 +90,13 @@ class OptimizerStep:
             if (step := known()) is not None:
                 step._after_step()
 
-        handles = (
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-            optimizer.register_state_dict_pre_hook(lambda _, state=self._state: state.settle()),
-        )
-        self.leave = weakref.finalize(self, _remove, handles, self._state)
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        state = self._state
+
+        def count(_: Any) -> None:
+            state.settle()
+
+        self.leave = weakref.finalize(self, _remove, (*hooks, optimizer.register_state_dict_pre_hook(count)), state)
         """Remove the hooks: another object takes over."""
         self.leave.atexit = False
 
@@ -187,10 +188,13 @@ class OptimizerStep:
 
     def drop(self) -> None:
         """Forget a backward that waits and whose gradients nobody wants; ranks still reduce theirs."""
-        if self._waiting is not None and not self._waiting.backward.numbers:
-            self._forget(self._waiting)
+        waiting = self._waiting
+        if waiting is not None and not waiting.backward.numbers:
+            self._forget(waiting)
             self._waiting = None
         self.settle("the step was given up")
+        if waiting is not None:
+            waiting.forget_unscaling()
 
     def settle(self, reason: str) -> None:
         """Run a backward that waits by itself, and show its gradients."""
@@ -271,13 +275,12 @@ class OptimizerStep:
 
     def unscale(self, gradients: Sequence[PendingGradient], found: torch.Tensor, inverse: torch.Tensor) -> bool:
         """Keep for later that a GradScaler unscales gradients; False if that is to be done now."""
-        waiting, own = self._waiting, {*map(id, gradients)}
-        if waiting is None or not own <= {*map(id, waiting.gradients)}:
+        waiting, scaler, optimizer = self._waiting, compat.grad_scaler.unscaling(), self._optimizer()
+        if waiting is None or not {*map(id, gradients)} <= {*map(id, waiting.gradients)}:
             return False
-        reason, known = compat.grad_scaler.why_not_deferred(), waiting.unscaling
-        if reason is None:
-            reason = READ
-        elif not reason and known is not None and known.found is not found:
+        known = waiting.unscaling
+        reason = READ if scaler is None else compat.grad_scaler.why_not_deferred(scaler)
+        if not reason and known is not None and known.found is not found:
             reason = "gradients are unscaled twice"
         elif not reason and (waiting.is_scaled or waiting.norms_are_held()):
             reason = NORMS
@@ -285,7 +288,7 @@ class OptimizerStep:
             self.settle(reason)
             return False
         if known is None:
-            known = waiting.unscaling = Unscaling(PendingFlag.of(found, self), inverse)
+            known = waiting.unscaling = Unscaling(PendingFlag.of(found, self), inverse, scaler, id(optimizer))
         known.gradients += gradients
         return True
 
@@ -381,10 +384,15 @@ class OptimizerStep:
 
     def _update_by_program(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Run the update as a program, with a backward that waits if nothing speaks against it."""
-        if not reason and self._waiting is not None:
-            reason = "" if self._waiting.plan is not None else self._why_apart(optimizer, self._waiting)
+        waiting = self._waiting
+        if not reason and waiting is not None:
+            reason = "" if waiting.plan is not None else self._why_apart(optimizer, waiting)
             if not reason:
-                self._run_joined(self._waiting)
+                try:
+                    self._run_joined(waiting)
+                except BaseException:
+                    waiting.forget_unscaling()
+                    raise
                 return
         self.settle(reason)
         self._state.settle()

@@ -267,9 +267,9 @@ class PendingFlag(_Pending):
         """Return the number; to GradScaler's step 0 without waiting, if the step's program looks for infinities."""
         return 0.0 if self.source.may_step(self) else PendingFlag.value(self).item()
 
-    def to(self, device: Any = None, **more: Any) -> Any:
+    def to(self, *target: Any, **more: Any) -> Any:
         """Return it on a device: itself on its own one."""
-        return self if device == self.device else super().to(device, **more)
+        return self if target == (self.device,) else super().to(*target, **more)
 
     def __radd__(self, number: Any) -> Any:  # as the sum of one flag, which GradScaler gives to fused optimizers
         return self if isinstance(number, int) and not number else super().__radd__(number)

@@ -396,6 +396,9 @@ class OptimizerStep:
                 return
         self.settle(reason)
         self._state.settle()
+        if type(flag := getattr(optimizer, "found_inf", None)) is PendingFlag:  # of shards whose norms were read
+            flag.value()
+            reason = why_not_traced(optimizer)
         self.separate[self._reason] += 1
         self._reason = NOTHING
         eager = reason or self._update(optimizer)

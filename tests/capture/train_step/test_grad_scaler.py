@@ -1,6 +1,7 @@
 """GradScaler's unscaling, check and skipped steps in the backward's program: values are eager's."""
 
 import copy
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -310,6 +311,51 @@ def norms_of(found):
         del rest[:2]
         norms += [] if step in BAD else [rest.pop(0)]
     return norms
+
+
+class InTwoDtypes(nn.Module):
+    """Parameters in float32 and bfloat16, of which GradScaler unscales one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.second(self.first(x).bfloat16()).float()
+
+
+@pytest.mark.parametrize("way", ["autocast", "two dtypes"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradients_that_overflow_in_float16_and_of_several_dtypes(way, clip):
+    """Rounding differs from eager's: the first training is dcompile's, without the optimizer."""
+    twins = []
+    for joins in (False, True):
+        module = model() if way == "autocast" else InTwoDtypes()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        dcompile.compile(module, optimizer=optimizer if joins else None, options={"receipt": False})
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22 if way == "autocast" else 4.0, growth_interval=3)
+        twins.append((module, optimizer, scaler))
+    scales = [[], []]
+    for found, (module, optimizer, scaler) in zip(scales, twins, strict=True):
+        for step, batch in enumerate(batches(12)):
+            with torch.autocast("cpu", torch.float16, enabled=way == "autocast"):
+                loss = loss_of(module, batch)
+            scaler.scale(loss * torch.inf if way != "autocast" and step == 3 else loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append(scaler.get_scale())
+    step = find_model(twins[1][0]).step
+    joined = scales[1][-step.joined - 1 :]
+    assert scales[0] == scales[1] and any(b < a for a, b in pairwise(joined)), scales
+    # 16-bit updates are computed in float32 and rounded once
+    assert differences(twins) <= (1e-6 if way == "autocast" else 2e-3)
+    # until the first step is made, there is no state
+    assert step.joined == (11 if way == "two dtypes" else 6), step.remarks()
 
 
 def test_training_that_is_saved_after_a_skipped_step_is_resumed():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import dcompile
 from dcompile.capture.entry import find_model
@@ -70,12 +71,14 @@ def _by_call(model: Any, optimizer: Any, scaler: Any, clip: Any, accumulate: int
 def parity(way: str, kind: str, clip: Any, accumulate: int, where: str, more: str = "") -> dict[str, Any]:
     """Train twice. `where`: infinite losses on "all ranks" or "rank 1", or an infinite gradient in its "shard".
 
-    `more`: "unscaled" calls `unscale_` also without clipping, "train_step" makes steps by that, "norm read on rank 0".
+    `more`: "unscaled" calls `unscale_` also without clipping, "train_step" makes steps by that, "norm read on rank 0",
+    "sharded scaler" has FSDP1's.
     """
     norms, states, said, kept = [list[float](), list[float]()], [], [], True
     for number, compiled in enumerate((False, True)):
         model, optimizer = _make(way, kind, compiled and more != "train_step")
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        kind_of_scaler = ShardedGradScaler if more == "sharded scaler" else torch.amp.GradScaler
+        scaler = kind_of_scaler("cpu", init_scale=2.0**10, growth_interval=2)
         given = model, optimizer, scaler, clip, accumulate, where
         step = _by_call(*given) if compiled and more == "train_step" else _by_hand(*given, more)
         data, scales = iter(_batches(STEPS * accumulate, dist.get_rank())), []
@@ -98,5 +101,5 @@ def parity(way: str, kind: str, clip: Any, accumulate: int, where: str, more: st
         "halved": said[1][0][BAD] == said[1][0][BAD - 1] / 2,
         "kept": kept,
         "joined": found.step.joined,
-        "lines": found.step.remarks(),
+        "separate": dict(found.step.separate),
     }

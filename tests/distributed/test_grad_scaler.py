@@ -38,3 +38,10 @@ def test_a_rank_that_reads_the_norm_before_the_step_agrees_with_the_others_progr
     both = ranks.run(PARITY, 150, **given, more="norm read on rank 0")
     for found, joined in zip(both, (0, 5), strict=True):
         _check(found, joined)
+
+
+def test_a_scaler_that_has_collectives_of_its_own_runs_apart(ranks):
+    given = {"way": "ddp", "kind": "AdamW", "clip": 0.05, "accumulate": 1, "where": "rank 1"}
+    for found in ranks.run(PARITY, 150, **given, more="sharded scaler"):
+        _check(found, 0)
+        assert found["separate"]["ShardedGradScaler has its own way to unscale, check or step"] == 4, found

@@ -34,8 +34,11 @@ def _by_hand(model: Any, optimizer: Any, scaler: Any, clip: Any, accumulate: int
             if where == "shard" and number == BAD and not micro and dist.get_rank() == 1:
                 next(model.parameters()).grad.to_local()[-1] = torch.inf  # in the shard of one rank alone
         norm = torch.zeros(())
-        if clip or more == "unscaled":
+        if clip or more in ("unscaled", "a gradient's norm read"):
             scaler.unscale_(optimizer)
+        if more == "a gradient's norm read":
+            norm = torch.linalg.vector_norm(next(model.parameters()).grad)
+            float(_full(norm))
         if clip:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             if more == "norm read on rank 0" and dist.get_rank() == 0 and find_model(model) is not None:
@@ -72,7 +75,7 @@ def parity(way: str, kind: str, clip: Any, accumulate: int, where: str, more: st
     """Train twice. `where`: infinite losses on "all ranks" or "rank 1", or an infinite gradient in its "shard".
 
     `more`: "unscaled" calls `unscale_` also without clipping, "train_step" makes steps by that, "norm read on rank 0",
-    "sharded scaler" has FSDP1's.
+    "a gradient's norm read" on all ranks, "sharded scaler" has FSDP1's.
     """
     norms, states, said, kept = [list[float](), list[float]()], [], [], True
     for number, compiled in enumerate((False, True)):

@@ -32,12 +32,18 @@ def test_an_infinite_step_is_skipped_by_all_ranks_and_others_are_stocks(
         _check(found, 5)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "AdamW fused"])
-def test_a_rank_that_reads_the_norm_before_the_step_agrees_with_the_others_programs(ranks, kind):
-    given = {"way": "fsdp2", "kind": kind, "clip": 0.05, "accumulate": 1, "where": "rank 1"}
+def test_a_rank_that_reads_the_norm_before_the_step_agrees_with_the_others_programs(ranks):
+    given = {"way": "fsdp2", "kind": "AdamW", "clip": 0.05, "accumulate": 1, "where": "rank 1"}
     both = ranks.run(PARITY, 150, **given, more="norm read on rank 0")
     for found, joined in zip(both, (0, 5), strict=True):
         _check(found, joined)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_ranks_agree_before_a_step_that_runs_apart(ranks, kind):
+    given = {"way": "fsdp2", "kind": kind, "clip": None, "accumulate": 3, "where": "shard"}
+    for found in ranks.run(PARITY, 150, **given, more="a gradient's norm read"):
+        _check(found, 0)
 
 
 def test_a_scaler_that_has_collectives_of_its_own_runs_apart(ranks):

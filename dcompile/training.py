@@ -133,8 +133,9 @@ def train_step(
     `model`: plain, in DistributedDataParallel, or sharded by fully_shard. `loss_fn(model, batch)`: calls the model and
     returns the loss, a tensor without dimensions. `clip_norm`: largest 2-norm of all gradients; infinity measures the
     norm and scales nothing. `accumulate`: micro-batches of a step, whose gradients are averaged. `scaler`:
-    torch.amp.GradScaler. `settings`: those of `dcompile.compile`. Model, optimizer and scheduler stay the caller's
-    objects, and `docs/guide/train-step.md` says which steps are one program.
+    torch.amp.GradScaler, whose unscaling, check and skipped update are part of the step. `settings`: those of
+    `dcompile.compile`. Model, optimizer, scheduler and scaler stay the caller's objects, and
+    `docs/guide/train-step.md` says which steps are one program.
 
     Raises DcompileError for settings that make no sense.
     """

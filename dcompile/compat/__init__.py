@@ -20,6 +20,7 @@ from dcompile.compat import (
     flex,
     fsdp1,
     fsdp2,
+    grad_scaler,
     groups,
     guards,
     hooks,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 OWN = "dcompile_own"
-"""Attribute of dcompile's own hooks before an optimizer's step."""
+"""Attribute of dcompile's own hooks of an optimizer's step."""
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 """Tables of how hooks are called, by numbers of their own: code of one module would take another's for absent."""
@@ -135,6 +135,16 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(not hasattr(hook, OWN) for hook in found)
 
 
+def are_steps_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether others than torch's schedulers see each call of an optimizer's step: hooks after it, or a wrapper."""
+    from torch.optim import optimizer as module
+
+    found = (*optimizer._optimizer_step_post_hooks.values(), *module._global_optimizer_post_hooks.values())
+    wrapper = optimizer.__dict__.get("step")
+    is_other = wrapper is not None and not hasattr(wrapper, "_wrapped_by_lr_sched")
+    return is_other or any(not hasattr(hook, OWN) for hook in found)
+
+
 def own_step(optimizer: torch.optim.Optimizer) -> Any:
     """Return the function of an optimizer's class that makes a step, without what torch wraps around it."""
     step: Any = type(optimizer).step
@@ -144,13 +154,15 @@ def own_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer of the same class with the same attributes, but without hooks."""
+    """Return an optimizer of the same class with the same attributes, but without hooks, and without a GradScaler."""
     made = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    for name in ("grad_scale", "found_inf"):
+        made.__dict__.pop(name, None)
     return made
 
 
 def mark_own(hook: Any) -> Any:
-    """Mark a hook before an optimizer's step as dcompile's own, which changes no gradient."""
+    """Mark a hook of an optimizer's step as dcompile's own, which changes no gradient."""
     setattr(hook, OWN, True)
     return hook

@@ -405,7 +405,12 @@ def lazy_functions() -> dict[str, Any]:
     """Return torch's functions on lists of tensors that pending gradients understand, by what they do."""
     import torch
 
-    return {"norms": torch._foreach_norm, "multiply": torch._foreach_mul_, "zero": torch._foreach_zero_}
+    return {
+        "norms": torch._foreach_norm,
+        "multiply": torch._foreach_mul_,
+        "zero": torch._foreach_zero_,
+        "unscale": torch._amp_foreach_non_finite_check_and_unscale_,
+    }
 
 
 def in_layout_of(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

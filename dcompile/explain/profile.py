@@ -104,7 +104,7 @@ class Profile:
             program.measure(self._recorder)
         self._hooks = [
             register_optimizer_step_pre_hook(compat.hooks.mark_own(functools.partial(self._update_begins))),
-            register_optimizer_step_post_hook(self._update_ends),
+            register_optimizer_step_post_hook(compat.hooks.mark_own(functools.partial(self._update_ends))),
         ]
         self._begin = self._recorder.now()
         return self

@@ -147,6 +147,8 @@ def _state(model: Any, optimizer: Any) -> list[torch.Tensor]:
 def _make(way: str, kind: str, compiled: bool, joins: bool = True) -> tuple[Any, Any]:
     model = _wrapped(way, kind)
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 1e-3}
+    kind, _, fused = kind.partition(" ")
+    settings |= {"fused": True} if fused else {}
     optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
     if compiled:
         dcompile.compile(model, optimizer=optimizer if joins else None, options={"receipt": False})

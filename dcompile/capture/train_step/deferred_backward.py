@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar
+from dcompile.capture.train_step.pending_gradient import PendingFlag, PendingGradient, PendingScalar
 from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
@@ -92,6 +92,30 @@ class _Replay(torch.autograd.Function):
 
 
 @dataclass(eq=False)
+class Unscaling:
+    """What GradScaler does to the gradients of a backward that waits."""
+
+    found: PendingFlag
+    """Whether one is infinite or no number. It is known on this rank first, then agreed if gradients are sharded."""
+    inverse: torch.Tensor
+    """What gradients are multiplied by: a number in memory."""
+    scaler: Any
+    optimizer: int
+    """Identity of the optimizer, by which the scaler knows what it has done."""
+    gradients: list[PendingGradient] = field(default_factory=list)
+    is_checked: bool = False
+    """Whether GradScaler now makes the step, and leaves the check to it."""
+
+    def apply(self) -> None:
+        """Unscale computed gradients, and look for infinities among those of this rank."""
+        computed = [g.computed for g in self.gradients if g.computed is not None]
+        with torch.no_grad(), compat.tensors.as_plain():
+            for dtype in {gradient.dtype for gradient in computed}:
+                own = [compat.tensors.local_part(gradient) for gradient in computed if gradient.dtype == dtype]
+                compat.grad_scaler.unscale(own, self.found, self.inverse)
+
+
+@dataclass(eq=False)
 class DeferredBackward:
     """One backward that waits. Its gradients are shown once the backward of autograd ends."""
 
@@ -110,6 +134,10 @@ class DeferredBackward:
     """Versions and addresses of its arguments, when the backward was to run."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
+    unscaling: Unscaling | None = None
+    """What GradScaler has done to them since."""
+    plan: Any = None
+    """Members of its step, their numbers, the program of both, and where that finds parameters."""
 
     def __post_init__(self) -> None:
         self.marks = self._marks()
@@ -133,11 +161,17 @@ class DeferredBackward:
     def check_arguments(self) -> None:
         """Raise DcompileError if a tensor that the backward reads was changed since it was to run."""
         if self._marks() != self.marks:
+            self.forget_unscaling()
             raise DcompileError(
                 "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() "
                 "and the optimizer's step, in which the backward runs; change it before the forward or after the step, "
                 "or compile without optimizer="
             )
+
+    def forget_unscaling(self) -> None:
+        """Let GradScaler start anew with later gradients: it will find none here."""
+        if self.unscaling is not None:
+            compat.grad_scaler.forget(self.unscaling.scaler, self.unscaling.optimizer)
 
     def norms_are_held(self) -> bool:
         """Has somebody asked for norms of gradients, which must be those of now?"""
@@ -208,10 +242,12 @@ class DeferredBackward:
             return _taken(self.backward.run(self.args), places)
 
         self._replay(run, self.before, stay_pending)
+        if self.unscaling is not None:
+            self.unscaling.apply()
 
     def run_with_norms(self) -> None:
         """Run the backward, and compute the norm of each gradient. Gradients stay pending."""
-        if self.is_sharded:  # the norm of a rank's part, as of any DTensor
+        if self.is_sharded or self.unscaling is not None:  # the norm of a rank's part, as of any DTensor
             self.run_alone(stay_pending=True)
             norms = [torch.linalg.vector_norm(gradient.computed) for gradient in self.gradients]
         else:
@@ -258,6 +294,7 @@ class DeferredBackward:
         except BaseException:
             for at, kept in replaced.items():
                 self.parameters[at].grad = kept
+            self.forget_unscaling()
             raise
         for at, (parameter, gradient) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient.computed = parameter.grad

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step import update_trace
+from dcompile.capture.train_step.pending_gradient import PendingFlag
 from dcompile.capture.train_step.update_trace import Group, NoState, UpdateTrace, constants, is_counter, is_independent
 from dcompile.device_traits import HOST, traits_of
 
@@ -43,7 +45,9 @@ def why_not_traced(optimizer: torch.optim.Optimizer) -> str:
     """Return why no update of this optimizer can be traced now; empty if its settings allow it."""
     if compat.hooks.has_step_hooks(optimizer):
         return "the optimizer has a hook before its step"
-    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+    found = getattr(optimizer, "found_inf", None)
+    is_given = found is not None or getattr(optimizer, "grad_scale", None) is not None
+    if is_given and not (type(found) is PendingFlag and is_independent(optimizer)):
         return "GradScaler unscales gradients in the step"
     if not all(map(_is_known, optimizer.param_groups)):
         return "a setting of a param group is a tensor on another device, or differentiable"
@@ -69,11 +73,25 @@ class Kind:
     members: list[Member]
     values: list[Any]
     """Numbers of the step that is made now."""
+    otherwise: list[Any]
+    """The same in case that the step before, whose outcome is not known yet, was skipped."""
 
-    def counters(self) -> Iterator[tuple[dict[str, Any], str, Any, list[Member]]]:
-        """Yield (counts, name, value after the step, members) of each counter."""
+    def counters(self, values: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str, Any, list[Member]]]:
+        """Yield (counts, name, value after a step with these numbers, members) of each counter."""
         for at, name, place in self.trace.counters:
-            yield self.counts[at], name, self.values[place], [self.members[at]] if self.trace.is_joint else self.members
+            yield self.counts[at], name, values[place], [self.members[at]] if self.trace.is_joint else self.members
+
+    def replay(self, before: Sequence[Any] | None) -> bool:
+        """Find the numbers of the step that is made now, after one with the numbers `before` that may be skipped."""
+        known = self.trace.replayed(self.groups, self.counts)
+        found = known
+        if before is not None:
+            counts = [dict(own) for own in self.counts]
+            for at, name, place in self.trace.counters:
+                counts[at][name] = before[place]
+            found = self.trace.replayed(self.groups, counts)
+        self.values, self.otherwise = found or [], known or []
+        return known is not None and found is not None
 
 
 @dataclass(eq=False)
@@ -119,27 +137,30 @@ class Membership:
             return False
         return compat.tensors.addresses_are(self.tensors, self.addresses, list(range(len(self.tensors))))
 
-    def is_counted(self) -> bool:
+    def is_counted(self, before: Outcome | None = None) -> bool:
         """Are the numbers of the step that is made now found? Else something else has changed the counters."""
         if not self.kinds or self.marks != self._marks():
             return False
-        found = [kind.trace.replayed(kind.groups, kind.counts) for kind in self.kinds]
-        for kind, values in zip(self.kinds, found, strict=True):
-            kind.values = values or []
-        return None not in found
+        steps = [None] * len(self.kinds) if before is None else before.values
+        return all(kind.replay(numbers) for kind, numbers in zip(self.kinds, steps, strict=True))
 
     def _marks(self) -> list[Any]:
         return [step._version for step in self.steps] + [state.get(name) for state, name in self.numbers_held]
 
-    def numbers(self) -> list[float]:
+    def numbers(self, of: str = "values") -> list[float]:
         """Return the numbers of the step that is made now."""
-        return [float(kind.values[place]) for kind in self.kinds for place in kind.trace.tape.slots] or [0.0]
+        found = [(getattr(kind, of), kind.trace.tape.slots) for kind in self.kinds]
+        return [float(values[place]) for values, slots in found for place in slots] or [0.0]
 
-    def advance(self) -> None:
-        """Count the step in the optimizer's state, and tell autograd that parameters and state have changed."""
-        counted = list[torch.Tensor]()
-        for kind in self.kinds:
-            for counts, name, value, members in kind.counters():
+    def changed(self) -> None:
+        """Tell autograd that parameters and state have changed."""
+        torch.autograd.graph.increment_version(self.tensors)
+
+    def count(self, steps: Sequence[Sequence[Any]] | None = None) -> None:
+        """Count a step in the optimizer's state, by the numbers that each kind had in it: now, if there are none."""
+        counted, is_known = list[torch.Tensor](), self.marks == self._marks()
+        for kind, values in zip(self.kinds, steps or [kind.values for kind in self.kinds], strict=True):
+            for counts, name, value, members in kind.counters(values):
                 tensors = [x for m in members if isinstance(x := m.state[name], torch.Tensor)]
                 if tensors and value == counts[name] + 1:
                     counted += tensors
@@ -154,8 +175,42 @@ class Membership:
         if counted:
             with torch.no_grad():
                 compat.tensors.count_all(counted)
-        torch.autograd.graph.increment_version(self.tensors)
-        self.marks = self._marks()
+        if is_known:  # else the counters are read again
+            self.marks = self._marks()
+
+
+@dataclass(eq=False)
+class Outcome:
+    """A step of which the device finds out whether it is skipped, and the host later."""
+
+    members: Membership
+    found: torch.Tensor
+    """1 if it is skipped, else 0, in memory of the device."""
+    read: Callable[[], float]
+    """Return the same; wait for it if need be."""
+    values: list[list[Any]]
+    """Numbers of the step for each kind, and those if the step before was skipped."""
+    otherwise: list[list[Any]]
+
+    @staticmethod
+    def of(members: Membership, found: torch.Tensor) -> Outcome:
+        """Return that of a step which was started now."""
+        kinds = members.kinds
+        return Outcome(members, found, _read_later(found), [k.values for k in kinds], [k.otherwise for k in kinds])
+
+
+def _read_later(number: torch.Tensor) -> Callable[[], float]:
+    """Start reading a number of a device; return the function that waits for it."""
+    if number.is_cpu:
+        return number.item
+    copied, event = number.to(HOST, non_blocking=True), torch.Event(number.device)
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return float(copied)
+
+    return read
 
 
 @dataclass(eq=False)
@@ -193,20 +248,49 @@ class OptimizerState:
     """What programs of updates depend on -> a number."""
     traces: dict[Any, list[UpdateTrace]] = field(default_factory=dict)
     """Constants of groups, and layouts -> traces."""
+    late: list[Outcome] = field(default_factory=list)
+    """Steps that are not counted yet: on a GPU, the newest two, so that the host does not wait for what it started."""
 
-    def prepare(self, optimizer: torch.optim.Optimizer, wanted: Sequence[Any]) -> Membership | None:
+    def settle(self, but: int = 0) -> None:
+        """Count the steps of which that is to be found out, without the newest `but`."""
+        while len(self.late) > but:
+            first = self.late.pop(0)
+            if not first.read():
+                first.members.count(first.values)
+            elif self.late:
+                self.late[0].values = self.late[0].otherwise
+
+    def advance(self, members: Membership, found: torch.Tensor | None = None) -> None:
+        """Count a step that was made now; later, if the device finds out whether it is skipped, 1 in `found`."""
+        members.changed()
+        if found is None:
+            members.count()
+        elif any(kind.trace.counters for kind in members.kinds):
+            self.late.append(Outcome.of(members, found))
+            if traits_of(found.device.type).is_host:
+                self.settle()
+
+    def prepare(
+        self, optimizer: torch.optim.Optimizer, wanted: Sequence[Any], ahead: bool = False
+    ) -> Membership | None:
         """Return the members of the step that is made now: the `wanted` parameters. None if one has no state.
 
-        torch's optimizers make the state in their first step.
+        torch's optimizers make the state in their first step. `ahead`: the outcome of the step before may be unknown.
         """
         settings: list[Any] = [constants(group) for group in optimizer.param_groups]
         settings += [list(map(id, wanted)), list(map(id, optimizer.state.values()))]
         settings += [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self.known.get(len(wanted))
-        if found is None or not found.fits(settings):
+        fits = found is not None and found.fits(settings)
+        self.settle(1 if fits and ahead and self.late and self.late[-1].members is found else 0)
+        if found is None or not fits:
             found = self.known[len(wanted)] = _membership(optimizer, set(map(id, wanted)), settings)
-        if found.obstacle or found.is_counted():
+        if found.obstacle or found.is_counted(self.late[-1] if self.late else None):
             return found
+        if self.late:  # the step's numbers follow from that outcome in another way
+            self.settle()
+            if found.is_counted():
+                return found
         try:
             self._trace(optimizer, found)
         except NoState:
@@ -249,7 +333,7 @@ class OptimizerState:
         for known in traces:
             values = known.replayed(groups, counts)
             if values is not None:
-                return Kind(known, groups, counts, members, values)
+                return Kind(known, groups, counts, members, values, values)
         if len(traces) == TRACES:
             raise ValueError("its step depends on numbers that change from step to step in other ways than sums")
         states, memories = [m.state for m in shown], [m.held for m in shown]
@@ -257,15 +341,24 @@ class OptimizerState:
         if not made.is_elementwise and any(compat.tensors.is_dtensor(m.parameter) for m in shown):
             raise ValueError("it needs whole parameters, and each rank has a part")
         traces.append(made)
-        return Kind(made, groups, counts, members, made.tape.values)
+        return Kind(made, groups, counts, members, made.tape.values, made.tape.values)
 
-    def vector(self, members: Membership, more: Sequence[float] = ()) -> torch.Tensor:
-        """Return the step's numbers, and `more`, in memory of the parameters' device."""
+    def vector(self, members: Membership, more: Sequence[float] = (), inverse: Any = None) -> torch.Tensor:
+        """Return the step's numbers, and `more`, in memory of the parameters' device; see `with_updates`.
+
+        `inverse`: what gradients are multiplied by, a number in memory, if the step unscales them.
+        """
         values = [*members.numbers(), *more]
+        if inverse is not None:
+            values = [*members.numbers(), *members.numbers("otherwise"), *more, math.nan, math.nan]
         kind = len(values), members.number_dtype, members.tensors[0].device
         if kind not in self.numbers:
             self.numbers[kind] = StepNumbers.of(*kind)
-        return self.numbers[kind].written(values)
+        vector = self.numbers[kind].written(values)
+        if inverse is not None:  # in place of the two that equal no other step's
+            vector[-2].copy_(inverse)
+            vector[-1].fill_(0) if not self.late else vector[-1].copy_(self.late[-1].found)
+        return vector
 
 
 def _membership(optimizer: torch.optim.Optimizer, wanted: Collection[int], settings: list[Any]) -> Membership:

@@ -20,10 +20,17 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.deferred_backward import NORM, UPDATE, WITH_UPDATES, DeferredBackward, LateBackward
+from dcompile.capture.train_step.deferred_backward import (
+    NORM,
+    UPDATE,
+    WITH_UPDATES,
+    DeferredBackward,
+    LateBackward,
+    Unscaling,
+)
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_not_traced
-from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
-from dcompile.capture.train_step.step_graph import ParameterUpdate, total_norm, update_alone, with_updates
+from dcompile.capture.train_step.pending_gradient import PendingFlag, PendingGradient, PendingScalar, clipping
+from dcompile.capture.train_step.step_graph import ParameterUpdate, agreed, update_alone, with_updates
 from dcompile.capture.train_step.update_trace import is_independent
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
@@ -38,6 +45,7 @@ CONSUMED = (
 LISTED = next(map(sys.getrefcount, [object()]))
 """References to an object that only a list holds, as counted for all of a list."""
 NORMS = "norms of gradients were taken before the step"
+READ = "a gradient was read or changed before the step"
 
 
 class OptimizerStep:
@@ -61,6 +69,8 @@ class OptimizerStep:
         """Parameters of the step in progress, and what their `.grad` shows after it."""
         self._reason = NOTHING
         """Why the newest backward has not waited for the step."""
+        self._open: Unscaling | None = None
+        """Sharded gradients that this rank has unscaled, and whose infinities ranks have not told each other."""
         self.joined = 0
         """Steps that ran in the backward's program."""
         self.updated = 0
@@ -75,12 +85,18 @@ class OptimizerStep:
         def before(_: Any, args: Any, keywords: Any) -> Any:
             return None if (step := known()) is None else step._before_step(args, keywords)
 
+        @compat.hooks.mark_own
         def after(*_: Any) -> None:
             if (step := known()) is not None:
                 step._after_step()
 
-        handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-        self.leave = weakref.finalize(self, _remove, handles)
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        state = self._state
+
+        def count(_: Any) -> None:
+            state.settle()
+
+        self.leave = weakref.finalize(self, _remove, (*hooks, optimizer.register_state_dict_pre_hook(count)), state)
         """Remove the hooks: another object takes over."""
         self.leave.atexit = False
 
@@ -172,10 +188,13 @@ class OptimizerStep:
 
     def drop(self) -> None:
         """Forget a backward that waits and whose gradients nobody wants; ranks still reduce theirs."""
-        if self._waiting is not None and not self._waiting.backward.numbers:
-            self._forget(self._waiting)
+        waiting = self._waiting
+        if waiting is not None and not waiting.backward.numbers:
+            self._forget(waiting)
             self._waiting = None
         self.settle("the step was given up")
+        if waiting is not None:
+            waiting.forget_unscaling()
 
     def settle(self, reason: str) -> None:
         """Run a backward that waits by itself, and show its gradients."""
@@ -191,9 +210,9 @@ class OptimizerStep:
             waiting.run_with_norms()
         else:
             waiting.run_alone()
-        if waiting.is_sharded:  # another rank's program may have the norm's all-reduce behind the reductions
-            for factor in {id(f): f for g in waiting.gradients if isinstance(f := g.factor, PendingScalar)}.values():
-                factor.value()
+        self._unscaled(waiting)
+        if waiting.is_sharded:  # another rank's program may have an all-reduce of numbers behind the reductions
+            self._agree(waiting.gradients)
 
     def _forget(self, waiting: DeferredBackward) -> None:
         """Let go of gradients that get values: only `.grad` and the user may hold their memory."""
@@ -204,7 +223,7 @@ class OptimizerStep:
     def value(self, gradient: PendingGradient) -> torch.Tensor:
         """Return a gradient's value, with its factor, and show it."""
         if self._waits(gradient):
-            self.settle("a gradient was read or changed before the step")
+            self.settle(READ)
         real = gradient.computed
         if real is None:
             raise DcompileError(CONSUMED)
@@ -229,20 +248,88 @@ class OptimizerStep:
             self._waiting, self._reason = None, NORMS
             self._forget(waiting)
             waiting.run_with_norms()
+            self._unscaled(waiting)
         known = gradient.computed_norm
         norm: torch.Tensor = torch.linalg.vector_norm(self.value(gradient)) if known is None else known
         return norm
 
     def total(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of sharded gradients, from those of each: by a program, as its collective has a name."""
+        """Return the norm of sharded gradients, from those of each; tell ranks of infinities, as the program does."""
+        return self._tell(list(map(compat.tensors.local_part, norms)))[0]
+
+    def _tell(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what all ranks know of their gradients: by a program, as its collective has a name."""
         assert self._newest is not None, "gradients come from a backward"
-        own, backward = list(map(compat.tensors.local_part, norms)), self._newest
-        key = backward, NORM, tuple(norm.dtype for norm in own)
+        backward, unscaling, self._open = self._newest, self._open, None
+        found = None if unscaling is None else unscaling.found.known()
+        key = backward, NORM, tuple(norm.dtype for norm in norms), found is None
         if key not in self._programs:
-            self._programs[key] = backward.build_apart(total_norm(own, backward.ranks), NORM)
+            self._programs[key] = backward.build_apart(agreed(norms, found, backward.ranks), NORM)
         with torch.no_grad():
-            total: torch.Tensor = self._programs[key](own)[0]
-        return total
+            results = self._programs[key]([*norms, *([] if found is None else [found.clone()])])
+            if found is not None:
+                found.copy_(results[-1])
+        return results
+
+    # --- what GradScaler asks ---
+
+    def unscale(self, gradients: Sequence[PendingGradient], found: torch.Tensor, inverse: torch.Tensor) -> bool:
+        """Keep for later that a GradScaler unscales gradients; False if that is to be done now."""
+        waiting, scaler, optimizer = self._waiting, compat.grad_scaler.unscaling(), self._optimizer()
+        if waiting is None or not {*map(id, gradients)} <= {*map(id, waiting.gradients)}:
+            return False
+        known = waiting.unscaling
+        reason = READ if scaler is None else compat.grad_scaler.why_not_deferred(scaler)
+        if not reason and known is not None and known.found is not found:
+            reason = "gradients are unscaled twice"
+        elif not reason and (waiting.is_scaled or waiting.norms_are_held()):
+            reason = NORMS
+        if reason:
+            self.settle(reason)
+            return False
+        if known is None:
+            known = waiting.unscaling = Unscaling(PendingFlag.of(found, self), inverse, scaler, id(optimizer))
+        known.gradients += gradients
+        return True
+
+    def may_step(self, flag: PendingFlag) -> bool:
+        """Answer GradScaler, which asks whether to step: will the step's program look for infinities?"""
+        given, waiting, optimizer = compat.grad_scaler.step_arguments(), self._waiting, self._optimizer()
+        unscaling = None if waiting is None else waiting.unscaling
+        if given is None or waiting is None or optimizer is None or unscaling is None or unscaling.found is not flag:
+            return False
+        unscaling.is_checked = True
+        if any(value is not None for value in given):
+            reason = "the step has a closure"
+        elif compat.hooks.are_steps_watched(optimizer):
+            reason = "the optimizer's step is wrapped, or has hooks, which GradScaler's skipped steps do not call"
+        else:
+            reason = why_not_traced(optimizer) or self._why_apart(optimizer, waiting)
+        if reason:
+            self.settle(reason)
+        return not reason
+
+    def check(self, flag: PendingFlag) -> None:
+        """Find out whether gradients are finite, on all ranks."""
+        waiting = self._waiting
+        if waiting is not None and waiting.unscaling is not None and waiting.unscaling.found is flag:
+            self.settle("GradScaler's check was read before the step")
+        if self._open is not None and self._open.found is flag:
+            self._agree(self._open.gradients)
+
+    def _unscaled(self, waiting: DeferredBackward) -> None:
+        """Show what a backward that has run by itself has found, or keep it for ranks to agree on."""
+        if waiting.unscaling is not None and waiting.is_sharded:
+            self._open = waiting.unscaling
+        elif waiting.unscaling is not None:
+            waiting.unscaling.found.known()
+
+    def _agree(self, gradients: Sequence[PendingGradient]) -> None:
+        """Compute what ranks tell each other: the norm that clips sharded gradients, and infinities."""
+        for factor in {id(f): f for g in gradients if isinstance(f := g.factor, PendingScalar)}.values():
+            factor.value()
+        if self._open is not None:
+            self._tell([])
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
         """Do what clip_grad_norm_ does, and return the norm, which is computed later if gradients are."""
@@ -297,11 +384,21 @@ class OptimizerStep:
 
     def _update_by_program(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Run the update as a program, with a backward that waits if nothing speaks against it."""
-        if not reason and self._waiting is not None:
-            reason = self._why_apart(optimizer, self._waiting) or self._run_joined(optimizer, self._waiting)
+        waiting = self._waiting
+        if not reason and waiting is not None:
+            reason = "" if waiting.plan is not None else self._why_apart(optimizer, waiting)
             if not reason:
+                try:
+                    self._run_joined(waiting)
+                except BaseException:
+                    waiting.forget_unscaling()
+                    raise
                 return
         self.settle(reason)
+        self._state.settle()
+        if type(flag := getattr(optimizer, "found_inf", None)) is PendingFlag:  # of shards whose norms were read
+            flag.value()
+            reason = why_not_traced(optimizer)
         self.separate[self._reason] += 1
         self._reason = NOTHING
         eager = reason or self._update(optimizer)
@@ -318,7 +415,7 @@ class OptimizerStep:
         self._hidden = []
 
     def _why_apart(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
-        """Return why backward and update cannot run as one this time; empty if they can."""
+        """Return why backward and update cannot run as one this time; empty if they can, by the plan that is made."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         pending = dict(zip(map(id, waiting.parameters), waiting.gradients, strict=True))
         expected = list(map(pending.get, map(id, parameters)))
@@ -329,20 +426,38 @@ class OptimizerStep:
         factor = waiting.clipping()
         if factor is None and waiting.norms_are_held():
             return NORMS
-        return factor if isinstance(factor, str) else ""
+        unscaling = waiting.unscaling
+        if unscaling is not None and {*map(id, unscaling.gradients)} != {*map(id, waiting.gradients)}:
+            return "GradScaler unscales some of the gradients"
+        if (
+            unscaling is not None
+            and not unscaling.is_checked
+            and optimizer.__dict__.get("found_inf") is not unscaling.found
+        ):
+            return "gradients are unscaled, and the step is not GradScaler's"
+        return factor if isinstance(factor, str) else self._plan(optimizer, waiting, factor)
 
-    def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
-        """Run a backward with the update, and hide its gradients from the optimizer. Return why it cannot."""
-        members = self._state.prepare(optimizer, waiting.parameters)
+    def _plan(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward, factor: PendingScalar | None) -> str:
+        """Make ready what runs a backward with the update; return why that is not possible."""
+        unscaling = waiting.unscaling
+        members = self._state.prepare(optimizer, waiting.parameters, ahead=unscaling is not None)
         if members is None or members.obstacle:
             return FIRST if members is None else members.obstacle
-        factor = waiting.clipping()
-        clips = factor.number if isinstance(factor, PendingScalar) else ()
-        vector = self._state.vector(members, clips[1:])
+        clips, inverse = () if factor is None else factor.number, None
+        if unscaling is not None:
+            inverse, scale = unscaling.inverse, getattr(optimizer, "grad_scale", None)
+            if scale is not None:  # by which a fused step divides, as `inverse` is 1
+                inverse = inverse * scale.double().reciprocal().float()
+        vector = self._state.vector(members, clips[1:], inverse)
         found = self._joined_program(waiting, members, vector, clips[0] if clips else None)
         if found is None:
             return "parameters share memory, or are read as another dtype"
-        program, saved = found
+        waiting.plan = members, vector, *found
+        return ""
+
+    def _run_joined(self, waiting: DeferredBackward) -> None:
+        """Run a backward with the update, as planned, and hide its gradients from the optimizer."""
+        members, vector, program, saved = waiting.plan
         waiting.check_arguments()
         self._waiting, backward = None, waiting.backward
         each = members.members
@@ -354,12 +469,16 @@ class OptimizerStep:
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
         results = self._run(waiting, functools.partial(backward.run_joined, program, token, inputs))
+        found = None
+        if waiting.unscaling is not None:
+            found = results.pop().clone()  # its memory is a recording's, which is written again
+            waiting.unscaling.found.known().copy_(found)
+        factor = waiting.clipping()
         if isinstance(factor, PendingScalar):
-            factor.give_total(results[-1].clone())  # its memory is a recording's, which is written again
-        members.advance()
+            factor.give_total(results[-1].clone())
+        self._state.advance(members, found)
         self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
-        return ""
 
     def _joined_program(
         self, waiting: DeferredBackward, members: Membership, vector: torch.Tensor, clips: float | None
@@ -375,11 +494,13 @@ class OptimizerStep:
             places = self._places[backward, members.number] = _saved_places(own, members.members)
         if not places:
             return None
-        key = backward, members.number, tuple(waiting.accumulated), clips
+        unscales = waiting.unscaling is not None
+        key = backward, members.number, tuple(waiting.accumulated), clips, unscales
         if key not in self._programs:
             place = {id(p): leaf for p, leaf in zip(waiting.parameters, waiting.leaf_gradients(), strict=True)}
             ordered = [place[id(member.parameter)] for member in members.members]
-            graph = with_updates(backward.gm, ordered, _updates(members, *places), vector, clips, backward.ranks)
+            updates = _updates(members, *places)
+            graph = with_updates(backward.gm, ordered, updates, vector, clips, backward.ranks, unscales)
             self._programs[key] = backward.build(graph, WITH_UPDATES)
         return self._programs[key], places[0]
 
@@ -425,7 +546,7 @@ class OptimizerStep:
         more = [] if factor is None else [factor.to(torch.float32)]
         with torch.no_grad():
             program([*gradients, *(member.held[0] for member in each), *states, vector, *more])
-        members.advance()
+        self._state.advance(members)
         self._hide([m.parameter for m in members.members], [m.parameter.grad for m in members.members])
         self.updated += 1
         return ""
@@ -457,7 +578,8 @@ class OptimizerStep:
         self._hidden = list(zip(parameters, gradients, strict=True))
 
 
-def _remove(handles: Sequence[Any]) -> None:
+def _remove(handles: Sequence[Any], state: OptimizerState) -> None:
+    state.settle()
     for handle in handles:
         handle.remove()
 

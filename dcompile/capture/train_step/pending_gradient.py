@@ -5,7 +5,8 @@ tensor without memory. What is done with it runs the backward first, and then ha
 do not: asking for shape or dtype; the 2-norm; and multiplication by one factor, which the update does as it reads the
 gradient. `clip_grad_norm_` takes the norm of each gradient, that of the norms, and multiplies by a number that follows
 from it. This much is kept as `PendingScalar`s: if they still are pending when the step begins, the one program of
-backward and update clips, too. This is lazy evaluation, as in LazyTensor (Suhan et al., 2021).
+backward and update clips, too. So is what `GradScaler.unscale_` does: the number to which it writes whether a gradient
+is infinite becomes a `PendingFlag`. This is lazy evaluation, as in LazyTensor (Suhan et al., 2021).
 """
 
 from __future__ import annotations
@@ -69,6 +70,15 @@ class GradientSource(Protocol):
 
     def total(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the norm of sharded gradients, from those of each, over all ranks."""
+
+    def unscale(self, gradients: Sequence[PendingGradient], found: torch.Tensor, inverse: torch.Tensor) -> bool:
+        """Keep for later what GradScaler does to gradients; False if it must be done now."""
+
+    def may_step(self, flag: PendingFlag) -> bool:
+        """Answer GradScaler, which asks whether to step: will the step's program look for infinities?"""
+
+    def check(self, flag: PendingFlag) -> None:
+        """Find out now whether gradients are finite, on all ranks."""
 
 
 class _Pending(torch.Tensor):
@@ -223,6 +233,48 @@ class PendingScalar(_Pending):
         return self.computed
 
 
+class PendingFlag(_Pending):
+    """A number in memory of a device, made by GradScaler, that will be 1 if a gradient is infinite or no number.
+
+    It becomes a plain tensor, as it was before, once it is known.
+    """
+
+    source: GradientSource
+    is_sharded = False
+
+    @staticmethod
+    def of(found: torch.Tensor, source: GradientSource) -> PendingFlag:
+        """Let a plain tensor be one: GradScaler keeps the same object for `update()`."""
+        found.__class__ = PendingFlag
+        assert isinstance(found, PendingFlag)
+        found.source = source
+        return found
+
+    def known(self) -> torch.Tensor:
+        """Return it as a plain tensor, whose memory has the value."""
+        if type(self) is PendingFlag:
+            del self.source
+            self.__class__ = torch.Tensor  # type: ignore[assignment]
+        return self
+
+    def value(self) -> torch.Tensor:
+        """Find out, on all ranks."""
+        if type(self) is PendingFlag:  # no question has answered it
+            self.source.check(self)
+        return PendingFlag.known(self)
+
+    def item(self) -> Any:
+        """Return the number; to GradScaler's step 0 without waiting, if the step's program looks for infinities."""
+        return 0.0 if self.source.may_step(self) else PendingFlag.value(self).item()
+
+    def to(self, *target: Any, **more: Any) -> Any:
+        """Return it on a device: itself on its own one."""
+        return self if target == (self.device,) else super().to(*target, **more)
+
+    def __radd__(self, number: Any) -> Any:  # as the sum of one flag, which GradScaler gives to fused optimizers
+        return self if isinstance(number, int) and not number else super().__radd__(number)
+
+
 def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[PendingScalar, PendingScalar]:
     """Return the norm of all gradients, and the factor that clips them, as clip_grad_norm_ computes them."""
     total = _norm(_stack([_norm(x) for x in gradients]))
@@ -348,6 +400,12 @@ def _multiply_all(gradients: Sequence[Any], factor: Any) -> Any:
     return NotImplemented if any(result is NotImplemented for result in results) else None
 
 
+def _unscale(gradients: Sequence[Any], found: Any, inverse: torch.Tensor) -> Any:
+    if not all(type(gradient) is PendingGradient for gradient in gradients):
+        return NotImplemented
+    return None if gradients[0].source.unscale(gradients, found, inverse) else NotImplemented
+
+
 _LISTS = compat.tensors.lazy_functions()
 LATER: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm,
@@ -365,5 +423,6 @@ LATER: dict[Any, Callable[..., Any]] = {
     torch.Tensor.mul_: _multiply,
     aten.mul_.Tensor: _multiply,
     _LISTS["multiply"]: _multiply_all,
+    _LISTS["unscale"]: _unscale,
 }
 """Functions and operations that need no value yet; NotImplemented where these arguments do."""

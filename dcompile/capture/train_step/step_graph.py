@@ -74,6 +74,7 @@ def with_updates(
     numbers: torch.Tensor,
     clips: float | None = None,
     ranks: str = "",
+    unscales: bool = False,
 ) -> GraphModule:
     """Return a backward that applies `updates`, each once nothing reads the old values, and returns no gradient.
 
@@ -81,6 +82,10 @@ def with_updates(
     micro-batches, numbers. What is updated is written in place. With `clips`, gradients are clipped as by
     clip_grad_norm_: the last number is the largest norm, `clips` is added to the norm before dividing by it, and the
     last result is the norm. `ranks`: name of the process group over which parameters are sharded.
+
+    If it `unscales`, as GradScaler, the vector begins with the numbers of a step after one that was made, and those
+    after one that was skipped; and ends with what gradients are multiplied by, and with 1 if the step before was
+    skipped, else 0. Nothing changes if a gradient on any rank is infinite or no number: then the last result is 1.
     """
     maker = _GraphMaker.of(backward)
     places = list(maker.inputs)
@@ -95,28 +100,34 @@ def with_updates(
         maker.read_through(parameter, [places[place] for place in update.views])
     outputs = list(maker.results)
     gradients = {}
+    is_late = clips is not None or unscales
     for at, leaf in enumerate(leaves):
         if not leaf.is_empty:
-            behind = None if clips is not None else maker.last_of([parameters[at], *_readers(parameters[at])])
+            behind = None if is_late else maker.last_of([parameters[at], *_readers(parameters[at])])
             gradients[at] = maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind)
         if leaf.shard is None:  # the places of shards tell passes the order of reductions
             outputs[leaf.place] = None
-    norm = None
-    if clips is not None:
+    more, found = list[Node](), None
+    if is_late:
         with maker.before(maker.output):
-            norm, scaled = maker.clipped([*gradients.values()], vector, clips, ranks)
-            gradients = dict(zip(gradients, scaled, strict=True))
+            given, more, found = maker.finished([*gradients.values()], vector, clips, ranks, unscales)
+            vector = maker.chosen(vector, 2 + (clips is not None)) if unscales else vector
+        gradients = dict(zip(gradients, given, strict=True))
     targets = [(parameters[at], states[at]) for at in gradients]
-    maker.update_all([updates[at] for at in gradients], [*gradients.values()], targets, vector)
-    return maker.made(outputs if norm is None else (*outputs, norm))
+    maker.update_all([updates[at] for at in gradients], [*gradients.values()], targets, vector, found)
+    return maker.made((*outputs, *more))
 
 
-def total_norm(norms: Sequence[torch.Tensor], ranks: str) -> GraphModule:
-    """Return the graph of the norm of sharded gradients, from this rank's norm of each; see `with_updates`."""
+def agreed(norms: Sequence[torch.Tensor], found: torch.Tensor | None, ranks: str) -> GraphModule:
+    """Return the graph of what all ranks know of sharded gradients: their norm, and whether one is not finite.
+
+    Inputs: this rank's norm of each, if that is asked for; then what this rank has found. See `with_updates`.
+    """
     maker = _GraphMaker.of(None)
     nodes = [maker.placeholder("norm", norm) for norm in norms]
+    flags = [] if found is None else [maker.placeholder("found", found)]
     with maker.before(maker.output):
-        return maker.made((maker.total(nodes, ranks),))
+        return maker.made(maker.agreed(nodes, flags, ranks))
 
 
 def update_alone(
@@ -137,6 +148,15 @@ def update_alone(
             given = [maker.traced(lambda x, scale: ((x * scale).to(x.dtype),), (x, factor), "scale")[0] for x in given]
     maker.update_all(updates, given, list(zip(parameters, states, strict=True)), vector)
     return maker.made(())
+
+
+def _count_unsound(x: torch.Tensor) -> tuple[torch.Tensor]:
+    """Return how many numbers are infinite, or none."""
+    return ((~torch.isfinite(x)).sum(dtype=torch.float32),)
+
+
+def _kept(found: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor]:
+    return (torch.where(found > 0, old, new),)
 
 
 def _readers(node: Node) -> list[Node]:
@@ -254,17 +274,39 @@ class _GraphMaker:
                 return self.traced(lambda old, new: (old + new,), (earlier, gradient), "sum")[0]
             return self.traced(lambda new: (torch.ops.aten.alias(new),), (gradient,), "alias")[0]
 
-    def clipped(self, gradients: Sequence[Node], vector: Node, added: float, ranks: str) -> tuple[Node, list[Node]]:
-        """Return the norm of all gradients, over all ranks, and the clipped gradients."""
-        norms = [self.traced(lambda x: (torch.linalg.vector_norm(x),), (x,), "norm")[0] for x in gradients]
-        norms = norms or self.traced(lambda numbers: (numbers[-1] * 0,), (vector,), "none")
-        norm = self.total(norms, ranks)
+    def finished(
+        self, gradients: Sequence[Node], vector: Node, clips: float | None, ranks: str, unscales: bool
+    ) -> tuple[list[Node], list[Node], Node | None]:
+        """Unscale and clip gradients; return them, the step's further results, and whether one was not finite."""
+        given, norms, flags = list(gradients), list[Node](), list[Node]()
+        none = [] if given else self.traced(lambda numbers: ((numbers[0] * 0).float(),), (vector,), "none")
+        if unscales:
+            flags = [self.traced(_count_unsound, (x,), "unsound")[0] for x in given] or none
+            (inverse,) = self.traced(lambda numbers: (numbers[-2],), (vector,), "inverse")
+            given = self._multiplied(given, inverse)
+        if clips is not None:
+            norms = [self.traced(lambda x: (torch.linalg.vector_norm(x),), (x,), "norm")[0] for x in given] or none
+        results = self.agreed(norms, flags, ranks)
+        if clips is not None:
+            added, at = clips, -3 if unscales else -1
 
-        def scale(vector: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor]:
-            return (torch.clamp(vector[-1].to(norm.dtype) / (norm + added), max=1.0),)
+            def scale(vector: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor]:
+                return (torch.clamp(vector[at].to(norm.dtype) / (norm + added), max=1.0),)
 
-        (factor,) = self.traced(scale, (vector, norm), added)
-        return norm, [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
+            given = self._multiplied(given, self.traced(scale, (vector, results[0]), (added, at))[0])
+        return given, results, results[-1] if unscales else None
+
+    def _multiplied(self, gradients: Sequence[Node], factor: Node) -> list[Node]:
+        return [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
+
+    def chosen(self, vector: Node, more: int) -> Node:
+        """Return the numbers of this step, of which there are two kinds, and `more` behind them."""
+        count = (vector.meta["val"].numel() - more) // 2
+
+        def choose(numbers: torch.Tensor) -> tuple[torch.Tensor]:
+            return (torch.where(numbers[-1] > 0, numbers[count : 2 * count], numbers[:count]),)
+
+        return self.traced(choose, (vector,), "chosen")[0]
 
     def update_all(
         self,
@@ -272,34 +314,52 @@ class _GraphMaker:
         gradients: Sequence[Node],
         targets: Sequence[tuple[Node, Sequence[Node]]],
         vector: Node,
+        found: Node | None = None,
     ) -> None:
-        """Insert updates: each after its gradient, or all at the end if one trace is for all of them."""
+        """Insert updates: each after its gradient, or all at the end if one trace is for all of them.
+
+        They change nothing if `found` is not 0.
+        """
         flat = [[parameter, *state] for parameter, state in targets]
         if updates and updates[0].trace.is_joint:
-            self._update(updates[0], gradients, [x for each in flat for x in each], vector, self.output)
+            self._update(updates[0], gradients, [x for each in flat for x in each], vector, self.output, found)
             return
         for update, gradient, own in zip(updates, gradients, flat, strict=True):
-            behind = self.output if gradient.op == "placeholder" else gradient.next
-            self._update(update, [gradient], own, vector, behind)
+            behind = self.output if gradient.op == "placeholder" or found is not None else gradient.next
+            self._update(update, [gradient], own, vector, behind, found)
 
-    def total(self, norms: Sequence[Node], ranks: str) -> Node:
-        """Return the common norm of what has these norms, on all ranks of a group if it has a name."""
-        (norm,) = self.traced(lambda *x: (torch.linalg.vector_norm(torch.stack(x)),), norms, "total")
-        if not ranks:
-            return norm
-        (square,) = self.traced(lambda x: (x.float().square(),), (norm,), "square")
-        start, wait = compat.groups.functional_sum()
-        for target, given in ((start, ("sum", ranks)), (wait, ())):
-            value = square.meta["val"]
-            square = self.graph.call_function(target, (square, *given))
-            square.meta["val"] = self._fake(value)
-        dtype = norm.meta["val"].dtype
-        return self.traced(lambda x: (x.sqrt().to(dtype),), (square,), ("root", dtype))[0]
+    def agreed(self, norms: Sequence[Node], flags: Sequence[Node], ranks: str) -> list[Node]:
+        """Return the common norm of what has these norms, and 1 if a flag is not 0, else 0; each if there are any.
+
+        On all ranks of a group if it has a name, by one all-reduce.
+        """
+        total = self.traced(lambda *x: (torch.linalg.vector_norm(torch.stack(x)),), norms, "total") if norms else []
+        count = self.traced(lambda *x: (torch.stack(x).sum(),), flags, "count") if flags else []
+        dtype = total[0].meta["val"].dtype if total else torch.float32
+        if ranks:
+            squares = [self.traced(lambda x: (x.float().square(),), (norm,), "square")[0] for norm in total]
+            (sums,) = self.traced(lambda *x: (torch.stack(x),), (*squares, *count), "parts")
+            start, wait = compat.groups.functional_sum()
+            for target, given in ((start, ("sum", ranks)), (wait, ())):
+                value = sums.meta["val"]
+                sums = self.graph.call_function(target, (sums, *given))
+                sums.meta["val"] = self._fake(value)
+            if total:
+                total = self.traced(lambda x: (x[0].sqrt().to(dtype),), (sums,), ("root", dtype))
+            count = self.traced(lambda x: (x[-1],), (sums,), "last") if count else []
+        found = [self.traced(lambda x: ((x > 0).float(),), (each,), "found")[0] for each in count]
+        return [*total, *found]
 
     def _update(
-        self, update: ParameterUpdate, gradients: Sequence[Node], targets: Sequence[Node], vector: Node, behind: Node
+        self,
+        update: ParameterUpdate,
+        gradients: Sequence[Node],
+        targets: Sequence[Node],
+        vector: Node,
+        behind: Node,
+        found: Node | None,
     ) -> None:
-        """Insert one update, and the copies into what it changes."""
+        """Insert one update, and the copies into what it changes, which then keeps its value if `found` is not 0."""
         last = update.number + max(1, len(update.trace.tape.slots))
         with self.before(behind):
             numbers = self.graph.call_function(torch.ops.aten.slice.Tensor, (vector, 0, update.number, last))
@@ -308,6 +368,8 @@ class _GraphMaker:
             new = self.traced(update.trace.gm, (*gradients, *targets, numbers), id(update.trace))
             for target, value in zip(targets, new, strict=True):
                 if value is not target:
+                    if found is not None:
+                        (value,) = self.traced(_kept, (found, target, value), "kept")
                     written = self.graph.call_function(torch.ops.aten.copy_.default, (target, value))
                     written.meta["val"] = target.meta["val"]
 

@@ -1,0 +1,43 @@
+"""Joined training steps on two Gloo ranks against stock: ways to wrap, doors, changes in mid-run, checkpoints."""
+
+import pytest
+
+CASES = "tests.distributed.step_parity_cases:"
+FOUR = "optimizer: the updates of 4 steps ran in the backward's program"
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "door", "more"),
+    [
+        ("ddp", "nesterov", "loop", {"clip": 0.05}),
+        ("ddp", "AdamW", "train_step", {"clip": 0.05, "accumulate": 3}),
+        ("frozen", "SGD", "loop", {}),
+        ("fsdp2", "SGD", "train_step", {}),
+        ("fsdp2", "nesterov", "loop", {"accumulate": 3}),
+        ("block.compile", "AdamW", "loop", {"clip": 0.05}),
+        ("block.compile", "AdamW", "train_step", {"clip": 0.05, "accumulate": 3}),
+        ("dcompile.compile", "nesterov", "loop", {"accumulate": 3}),
+        ("ddp", "AdamW", "train_step", {"steps": 50, "clip": 0.2}),
+        ("block.compile", "AdamW", "loop", {"steps": 50}),
+    ],
+)
+def test_losses_parameters_state_and_averages_are_stocks(ranks, way, kind, door, more):
+    for found in ranks.run(CASES + "parity", 150, way=way, kind=kind, door=door, **more):
+        assert max(found["losses"], found["state"], found["averages"]) < 1e-6, found
+        assert found["joined"] == more.get("steps", 5) - 1, found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_each_change_in_mid_run_is_seen(ranks, way):
+    # stock DDP waits for the gradient of a layer that is frozen later, and keeps parameters that are replaced
+    left_out = ("frozen layer", "assigned model") if way == "ddp" else ()
+    for found in ranks.run(CASES + "changes", 200, way=way, left_out=left_out):
+        assert found.pop("joined") >= 14, found
+        assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.parametrize("by", ["torch.save", "dcp"])
+@pytest.mark.parametrize("way", ["ddp", "block.compile"])
+def test_a_checkpoint_of_stock_or_compiled_training_is_resumed_by_either(ranks, way, by):
+    for found in ranks.run(CASES + "checkpoints", 200, way=way, by=by):
+        assert max(found.values()) < 1e-6, found

@@ -112,9 +112,7 @@ def _data(count: int, seed: int = 1, ragged: bool = False) -> list[torch.Tensor]
     return [torch.randn(each, 20, generator=generator) for each in rows]
 
 
-def _make(
-    way: str, kind: str = "AdamW", door: str = "stock", clip: float | None = None, accumulate: int = 1
-) -> _Run:
+def _make(way: str, kind: str = "AdamW", door: str = "stock", clip: float | None = None, accumulate: int = 1) -> _Run:
     """Make one training. `way`: "ddp", "fsdp2", or who compiles the blocks; `door`: "stock", "loop", "train_step"."""
     model: Any = _Net(bias=kind != "Muon" or way == "frozen")
     frozen = [p for p in model.parameters() if p.ndim == 1] if way == "frozen" else []
@@ -214,7 +212,7 @@ def exact(way: str, kind: str) -> dict[str, Any]:
 
 
 def disturbed(by: float) -> list[float]:
-    """Train twice by stock DDP with Muon, the second time with gradients that are off by at most `by`, of four kinds."""
+    """Train by stock DDP with Muon, then four times with gradients that are off by at most `by`; return differences."""
     states = []
     for seed in range(5):
         run, generator = _make("ddp", "Muon"), torch.Generator().manual_seed(seed)
@@ -330,7 +328,9 @@ def changes(way: str, left_out: tuple[str, ...] = ()) -> dict[str, float]:
     for seed, name in enumerate(names):
         for run in runs:
             handle = BETWEEN[name](run) if name in BETWEEN else None
-            run.steps(_data(1, seed), within=WITHIN.get(name, lambda run: None), zero=name if name in ZEROS else "after")
+            run.steps(
+                _data(1, seed), within=WITHIN.get(name, lambda run: None), zero=name if name in ZEROS else "after"
+            )
             if handle is not None:
                 handle.remove()
             run.steps(_data(1, seed + 100), zero=name if name in ZEROS else "after")

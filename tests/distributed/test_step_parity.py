@@ -16,17 +16,19 @@ FOUR = "optimizer: the updates of 4 steps ran in the backward's program"
         ("block.compile", "AdamW", "train_step", {"clip": 0.05, "accumulate": 3}),
         ("dcompile.compile", "SGD", "loop", {}),
         ("given to blocks", "nesterov", "loop", {"clip": 0.05}),
-        ("ddp", "AdamW", "train_step", {"steps": 50, "clip": 0.2}),
         ("block.compile", "AdamW", "loop", {"steps": 50}),
     ],
 )
 def test_losses_parameters_state_and_averages_are_stocks(ranks, way, kind, door, more):
     for found in ranks.run(CASES + "parity", 150, way=way, kind=kind, door=door, **more):
         assert max(found["losses"], found["state"], found["averages"]) < 1e-6, found
-        assert found["joined"] == more.get("steps", 5) - 2, "all but the first with each number of rows"
+        # all but the first with each number of rows; and the one in which blocks find the root around them
+        assert found["joined"] == more.get("steps", 5) - (3 if way == "given to blocks" else 2), found
 
 
-@pytest.mark.parametrize(("way", "kind"), [("ddp", "Muon"), ("ddp", "nesterov"), ("fsdp2", "nesterov"), ("fsdp2", "AdamW")])
+@pytest.mark.parametrize(
+    ("way", "kind"), [("ddp", "Muon"), ("ddp", "nesterov"), ("fsdp2", "nesterov"), ("fsdp2", "AdamW")]
+)
 def test_updates_are_stocks_bit_for_bit_where_gradients_are_equal(ranks, way, kind):
     for found in ranks.run(CASES + "exact", 150, way=way, kind=kind):
         assert found["differences"] == [0.0] * 6 and found["joined"] == 5, found
@@ -35,7 +37,7 @@ def test_updates_are_stocks_bit_for_bit_where_gradients_are_equal(ranks, way, ki
 def test_muon_makes_much_of_the_last_bits_of_gradients_under_stock_too(ranks):
     """Its Newton-Schulz iteration is in bfloat16: a gradient of which 1e-8 differs moves a parameter by 1e-5."""
     for found in ranks.run(CASES + "disturbed", 150, by=8e-9):
-        assert 5e-6 < max(found) < 1e-4, found
+        assert max(found) > 1e-5, found
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])

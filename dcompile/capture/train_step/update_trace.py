@@ -24,8 +24,8 @@ Group: TypeAlias = Mapping[str, Any]
 State: TypeAlias = Mapping[str, Any]
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""Dtype in which torch's optimizers update 16-bit parameters, and round once, as their fused forms do. Others may depend
-on the dtype, or on each rounding (Kahan's sum keeps what it lost), and round as they do eagerly."""
+"""Dtype in which torch's optimizers update 16-bit parameters, and round once, as their fused forms do. Others may
+depend on the dtype, or on each rounding (Kahan's sum keeps what it lost), and round as they do eagerly."""
 COUNTERS = frozenset(("step", "mu_product", "mu", "eta"))
 """Names of tensors of one number in the state of torch's optimizers that the host computes."""
 LARGEST = 1 << 16

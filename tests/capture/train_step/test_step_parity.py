@@ -14,7 +14,12 @@ from tests.capture.train_step.own_optimizers import Coupled, Floored, Global, Ka
 from tests.capture.train_step.test_optimizer_step import Twins, batches, loss_of, model
 
 QUIET = {"receipt": False}
-SGD = ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.3})
+SGD = (
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 0.3},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +63,9 @@ def exact(make, dtype=torch.float32, steps=6):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sgd_is_eagers_bit_for_bit_where_gradients_are_equal(settings, dtype):
     for foreach in (False, True):
-        step = exact(lambda m, foreach=foreach: torch.optim.SGD(m.parameters(), lr=0.1, foreach=foreach, **settings), dtype)
+        step = exact(
+            lambda m, foreach=foreach: torch.optim.SGD(m.parameters(), lr=0.1, foreach=foreach, **settings), dtype
+        )
         assert step.joined == 5
 
 
@@ -99,7 +106,10 @@ def test_what_math_says_of_a_number_is_the_same_in_all_steps_of_a_trace():
 def test_a_step_that_sets_a_global_variable_or_reads_a_tensor_is_the_optimizers_with_a_reason():
     own_optimizers.STEPS_MADE, twins = 0, Twins()
     twins.models[0] = model()
-    for kind, why in ((Global, "it sets global variables, such as STEPS_MADE"), (Reading, "Reading cannot be traced: ")):
+    for kind, why in (
+        (Global, "it sets global variables, such as STEPS_MADE"),
+        (Reading, "Reading cannot be traced: "),
+    ):
         module = model()
         optimizer = kind(module.parameters(), lr=0.1)
         dcompile.compile(module, optimizer=optimizer, options=QUIET)

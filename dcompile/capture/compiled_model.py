@@ -103,6 +103,13 @@ class CompiledModel:
         self._released: tuple[weakref.ref[GraphView], ...] = ()
         self._owes_report = False
 
+    def leave_optimizer(self) -> bool:
+        """Let another model, or nobody, join the optimizer's updates; return whether this one did."""
+        step, self.step = self.step, None
+        if step is not None:
+            step.leave()
+        return step is not None
+
     def adopt(self, sync: GradientSync) -> None:
         """Use another strategy and its adapter, and drop all graphs: they have no token for it."""
         self.adapter, self.sync, sync.model = sync.adapter, sync, self

@@ -375,7 +375,7 @@ class Entry:
         if compiled_part(whole) is not whole or vars(whole).get("_compiled_call_impl") is not None:
             objection = "the root is compiled by itself"
         elif not all(part._is_alike(self) for part in parts):
-            objection = "they are compiled with different settings"
+            objection = "they are compiled with different settings, or with different optimizers"
         elif any(entry is None and name_of(module) in kinds for module, entry in entries.items()):
             objection = "some of the same class are not compiled"
         if objection:
@@ -387,13 +387,19 @@ class Entry:
                 vars(module).pop("_compiled_call_impl", None)
         compat.fsdp2.let_wrappers_be_traced(entries)
         settings = replace(settings_inside(self.model.settings), fullgraph=False)
-        compile_module(whole, settings, renew())
+        compile_module(whole, settings, renew(), self._optimizer)
         entry = newest_entry(whole)
         assert entry is not None, "a module that was compiled has an entry"
         entry.parts = len(parts)
         for part in parts:
             part._whole = weakref.ref(entry)
+            part.model.leave_optimizer()
         return entry
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer with which the module was compiled."""
+        return None if self.model.step is None else self.model.step.optimizer
 
     def _is_alike(self, other: Entry) -> bool:
         """Was this module compiled with the arguments of another one, apart from the folder of its dump?"""
@@ -401,7 +407,7 @@ class Entry:
             replace(entry.model.settings, config=replace(entry.model.settings.config, dump=""))
             for entry in (self, other)
         )
-        return mine == its and self._method is None
+        return mine == its and self._method is None and self._optimizer is other._optimizer
 
     def _note_promotion(self) -> None:
         """Say in the receipt that a whole stands for its parts, or why a part stands for itself."""
@@ -421,6 +427,8 @@ class Entry:
         """Run a call, and all later ones, with each part compiled by itself: the whole cannot be one program."""
         root = self.root
         assert root is not None, "an FSDP2 root is a module"
+        if self.model.leave_optimizer():
+            reason += "; the optimizer updates by itself"
         for module in root.modules():
             if (part := newest_entry(module)) is not None and part is not self:
                 part._apart_because = reason
@@ -627,8 +635,8 @@ def module_call(
     """
     engine, before = compat.deepspeed.hooks_on(root), newest_entry(root)
     entry = Entry(root._call_impl, root, settings, services, in_place=in_place, engine=engine)
-    if before is not None and before.model.step is not None:
-        before.model.step.leave()
+    if before is not None:
+        before.model.leave_optimizer()
     entry.model.step = None if optimizer is None else OptimizerStep(optimizer)
     module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")

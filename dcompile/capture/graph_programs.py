@@ -51,6 +51,7 @@ BATCHED_NOTE = (
     "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
 )
 FORWARD = "another forward ran before the step"
+FIRST_BACKWARD = "the first backward of a graph runs at once, and tells which gradients exist"
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
 
@@ -417,7 +418,8 @@ class GraphBackward:
 
     def why_alone(self) -> str:
         """Return why it always runs at once; empty if it can wait."""
-        return self._reason or self._graph.sync.why_updates_apart(self._graph)
+        reason = self._reason or self._graph.sync.why_updates_apart(self._graph)
+        return reason or (FIRST_BACKWARD if self._programs.state is None else "")
 
     def waits(self, args: Sequence[Any]) -> bool:
         """Can the backward wait? It has run before, with these gradients; no micro-batch under no_sync can."""

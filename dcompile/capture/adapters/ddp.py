@@ -182,6 +182,10 @@ class DdpAdapter(PlainAdapter):
         ddp = self.ddp
         return ddp is not None and ddp.process_group is not self._group
 
+    def trainable(self) -> frozenset[int]:
+        """Return the parameters that are to be trained now; frozen ones have a number, too."""
+        return self._trainable_now(self.refs)
+
     def _trainable_now(self, numbers: Iterable[int]) -> frozenset[int]:
         found = ((number, self.refs[number]()) for number in numbers)
         return frozenset(number for number, parameter in found if parameter is not None and parameter.requires_grad)

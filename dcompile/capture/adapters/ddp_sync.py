@@ -320,7 +320,9 @@ class DdpSync(GradientSync):
             return "DDP itself reduces gradients"
         if adapter.uneven or adapter.varies or adapter.covers_all_params or graph.unsure:
             return "ranks may use different parameters"
-        if adapter.hooked() or not self.reduces_in_program(graph) or {n for _, n in graph.grads} != {*adapter.refs}:
+        own = {number for _, number in graph.grads}
+        every = own == adapter.refs.keys() or own == adapter.trainable()
+        if adapter.hooked() or not self.reduces_in_program(graph) or not every:
             return "gradients are reduced outside of this program"
         return ""
 

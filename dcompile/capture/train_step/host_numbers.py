@@ -3,18 +3,27 @@
 The host computes them again in each step, in float64, with the operations that were recorded. What tensors are combined
 with is read from a vector in the device's memory, so that a scheduler causes no recompilation. A branch, or any other
 use of a number's value, is recorded as a test: the trace is for steps in which all tests have the same outcome.
+
+Functions of `math` read a number's value, too. A user's step is traced as a copy with other global names, among which
+`math` is one that adds to the tape (`FollowedFunctions`): the module itself stays as it is for all others.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import math
 import operator
+import struct
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from dcompile.device_traits import traits_of
 
 Source: TypeAlias = tuple[str, int, str, int]
 """("setting", param group, name, position in a tuple or -1), or ("state", parameter, name, -1)."""
@@ -54,7 +63,8 @@ class Tape:
         return value
 
     def _enter(self, function: Any, operands: tuple[Any, ...], value: Any, outcome: Any = None) -> Number:
-        self.entries.append((function, operands, outcome))
+        held = tuple(Number(self, x.at) if isinstance(x, Number) else x for x in operands)  # a count changes in place
+        self.entries.append((function, held, outcome))
         self.values.append(value)
         return Number(self, len(self.values) - 1)
 
@@ -135,6 +145,21 @@ def _float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def _float16(value: float) -> float:
+    try:
+        return float(struct.unpack("e", struct.pack("e", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _bfloat16(value: float) -> float:
+    """Round to the upper half of a float32, to even between two."""
+    bits = ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value
+    if math.isfinite(value):
+        bits += 0x7FFF + (bits >> 16 & 1)
+    return ctypes.c_float.from_buffer(ctypes.c_uint32(bits & 0xFFFF0000)).value
+
+
 def _binary(function: Callable[..., Any], is_test: bool, is_reflected: bool = False) -> Callable[..., Any]:
     def method(self: Number, other: Any) -> Any:
         if not isinstance(other, (int, float, Number)):
@@ -159,6 +184,76 @@ for _name in ("neg", "abs"):
     setattr(Number, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
+def _following(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `math` whose result is an entry of the tape if a number is given; a test, if no float."""
+
+    def followed(*operands: Any) -> Any:
+        tape = next((x.tape for x in operands if isinstance(x, Number)), None)
+        if tape is None:
+            return function(*operands)
+        result = tape.apply(function, *operands)
+        return result if type(tape.values[-1]) is float else tape.test(function, *operands)
+
+    return followed
+
+
+_FOLLOWING = {function: _following(function) for function in vars(math).values() if callable(function)}
+_MATH = types.SimpleNamespace(**{name: _FOLLOWING.get(x, x) for name, x in vars(math).items() if name[0] != "_"})
+
+
+class _Names(dict[str, Any]):
+    """Global names of copied functions: those of their module, and what the copies set."""
+
+    def __init__(self, functions: FollowedFunctions, names: Mapping[str, Any]) -> None:
+        super().__init__(__builtins__={**vars(builtins), "__import__": _import})
+        self._functions, self._names = functions, names
+
+    def __missing__(self, name: str) -> Any:
+        value = self._names[name]
+        if value is math:
+            return _MATH
+        if isinstance(value, types.BuiltinFunctionType):
+            return _FOLLOWING.get(value, value)
+        return self._functions.of(value) if isinstance(value, types.FunctionType) else value
+
+
+def _import(name: str, *more: Any) -> Any:
+    return _MATH if name == "math" else __import__(name, *more)
+
+
+class FollowedFunctions:
+    """Copies of the functions in the modules of an optimizer's own classes, in which `math` adds to the tape."""
+
+    def __init__(self, kind: type) -> None:
+        own = (each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "builtins"))
+        self._kinds = list(own)
+        self._modules = {each.__module__ for each in self._kinds}
+        self._names: dict[int, _Names] = {}
+
+    def of(self, function: Any) -> Any:
+        """Return the copy of a function; itself if it is from elsewhere."""
+        names = function.__globals__
+        if names.get("__name__") not in self._modules:
+            return function
+        known = self._names.setdefault(id(names), _Names(self, names))
+        made = types.FunctionType(
+            function.__code__, known, function.__name__, function.__defaults__, function.__closure__
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made
+
+    def give_to(self, made: Any) -> None:
+        """Let the methods of an object be copies."""
+        for kind in reversed(self._kinds):
+            for name, method in vars(kind).items():
+                if isinstance(method, types.FunctionType):
+                    made.__dict__[name] = types.MethodType(self.of(method), made)
+
+    def set_names(self) -> list[str]:
+        """Return the global names that copies have set."""
+        return [name for names in self._names.values() for name in names if name != "__builtins__"]
+
+
 class NumbersOnDevice(TorchFunctionMode):
     """Lets functions of tensors read numbers from a vector. Where that is not possible, a number is a constant."""
 
@@ -180,7 +275,7 @@ class NumbersOnDevice(TorchFunctionMode):
             return args[0].copy_(torch.where(args[1], self._read(args[2]), args[0]))
         numbers = any(isinstance(x, Number) for x in (*args, *kwargs.values()))
         if name in _PARTS and (numbers or name in _ALWAYS or "alpha" in kwargs) and isinstance(args[0], torch.Tensor):
-            new = _PARTS[name](self._read, *args, **kwargs)
+            new = _rounded_once(name, self._read, args, kwargs)
             return args[0].copy_(new) if func.__name__.endswith("_") else new
         if not numbers:
             return func(*args, **kwargs)
@@ -189,6 +284,23 @@ class NumbersOnDevice(TorchFunctionMode):
 
 
 Reader: TypeAlias = Callable[[Any], Any]
+
+
+def _rounded_once(name: str, read: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Call one of `_PARTS`: with 16-bit tensors its parts are float32, and the result is rounded, as in ATen."""
+    dtype = args[0].dtype
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    if dtype not in _ROUNDED or name == "clamp" or any(x.dtype != dtype for x in tensors):
+        return _PARTS[name](read, *args, **kwargs)
+    if traits_of(args[0].device.type).aten.rounds_factors and isinstance(alpha := kwargs.get("alpha"), (float, Number)):
+        nearest = _ROUNDED[dtype]
+        kwargs["alpha"] = alpha.tape.apply(nearest, alpha) if isinstance(alpha, Number) else nearest(alpha)
+
+    def wide(x: Any) -> Any:
+        return x.to(torch.float32) if isinstance(x, torch.Tensor) else x
+
+    given = {key: wide(x) for key, x in kwargs.items()}
+    return _PARTS[name](read, *map(wide, args), **given).to(dtype)
 
 
 def _fma(a: torch.Tensor, b: Any, x: torch.Tensor) -> torch.Tensor:
@@ -243,3 +355,4 @@ _PARTS: Mapping[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 """Functions that torch cannot give a tensor in place of a number, or that it rounds in another way then."""
 _ALWAYS = frozenset(("addcmul", "lerp"))
+_ROUNDED = {torch.float16: _float16, torch.bfloat16: _bfloat16}

@@ -335,7 +335,9 @@ class OptimizerState:
             if values is not None:
                 return Kind(known, groups, counts, members, values, values)
         if len(traces) == TRACES:
-            raise ValueError("its step depends on numbers that change from step to step in other ways than sums")
+            raise ValueError(
+                "its step reads numbers that change from step to step where they cannot be followed, as by float()"
+            )
         states, memories = [m.state for m in shown], [m.held for m in shown]
         made = update_trace.trace(optimizer, groups, owners, states, counts, memories, dtype)
         if not made.is_elementwise and any(compat.tensors.is_dtensor(m.parameter) for m in shown):

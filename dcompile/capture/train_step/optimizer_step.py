@@ -37,7 +37,7 @@ from dcompile.errors import DcompileError
 
 FIRST = "the optimizer's state did not exist yet"
 NOTHING = "no backward of the compiled model was waiting"
-IMMEDIATE = "the backward could not wait: hooks on gradients, autograd.grad, or no reduction"
+IMMEDIATE = "the backward could not wait: hooks on gradients, autograd.grad, a replaced parameter, or no reduction"
 CONSUMED = (
     "dcompile: this gradient was consumed by the optimizer's update, which ran in one program with the backward; "
     "call zero_grad() after step(), and read gradients before step()"

@@ -17,14 +17,15 @@ from typing import Any, TypeAlias
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.host_numbers import NumbersOnDevice, Read, StateNumber, Tape
+from dcompile.capture.train_step.host_numbers import FollowedFunctions, NumbersOnDevice, Read, StateNumber, Tape
 from dcompile.operators import step_ops
 
 Group: TypeAlias = Mapping[str, Any]
 State: TypeAlias = Mapping[str, Any]
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""Dtype in which 16-bit parameters are updated, and rounded once, as by torch's fused optimizers."""
+"""Dtype in which torch's optimizers update 16-bit parameters, and round once, as their fused forms do. Others may
+depend on the dtype, or on each rounding (Kahan's sum keeps what it lost), and round as they do eagerly."""
 COUNTERS = frozenset(("step", "mu_product", "mu", "eta"))
 """Names of tensors of one number in the state of torch's optimizers that the host computes."""
 LARGEST = 1 << 16
@@ -107,10 +108,24 @@ class _StepInputs:
     """Position of each parameter's group."""
     tape: Tape = field(default_factory=Tape)
     counters: list[tuple[int, str, int]] = field(default_factory=list)
+    functions: FollowedFunctions | None = field(init=False)
+    """Those of a user's class."""
+
+    def __post_init__(self) -> None:
+        self.functions = None if is_independent(self.optimizer) else FollowedFunctions(type(self.optimizer))
+
+    def run(self, made: Any) -> None:
+        """Make the step of a stand-in. Raises ValueError if it sets global variables, as one trace would only once."""
+        step = STEPS.get(type(self.optimizer), compat.hooks.own_step(self.optimizer))
+        (step if self.functions is None else self.functions.of(step))(made)
+        if self.functions is not None and (names := self.functions.set_names()):
+            raise ValueError(f"it sets global variables, such as {names[0]}")
 
     def stand_in(self, parameters: Sequence[torch.Tensor], tensors: Sequence[Mapping[str, torch.Tensor]]) -> Any:
         """Return an optimizer of these parameters, whose state are these tensors, and numbers."""
         made = compat.hooks.stand_in(self.optimizer)
+        if self.functions is not None:
+            self.functions.give_to(made)
         made.param_groups = [
             {name: self._setting(at, name, value) for name, value in group.items() if name != "params"}
             | {name: value for name, value in _WAYS.items() if name in group}
@@ -148,7 +163,7 @@ class _StepInputs:
         made = self.stand_in([each[0] for each in memories], tensors)
         before = _snapshot(made)
         with torch.no_grad():
-            compat.hooks.own_step(self.optimizer)(made)
+            self.run(made)
         return _snapshot(made) == before and all(x._version == 0 for each in memories for x in each)
 
     def makes_state(self, made: Any, parameters: Sequence[torch.Tensor]) -> bool:
@@ -225,14 +240,13 @@ def trace(
     that of numbers on the device. Raises NoState if the step makes state, and other errors where a step cannot be
     traced, for example if it waits for a value.
     """
-    if isinstance(optimizer, torch.optim.Adafactor) and any(each[0].dtype in WIDER for each in memories):
-        raise ValueError("its smallest variance follows from the parameter's dtype")
     given = _StepInputs(optimizer, groups, states, counts, members)
     names = [tensors_of(state) for state in states]
+    wider = WIDER if is_independent(optimizer) and not isinstance(optimizer, torch.optim.Adafactor) else {}
 
     def step(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gradients, old, vector = values[: len(members)], values[len(members) : -1], values[-1]
-        own = [x.to(WIDER.get(x.dtype, x.dtype)).clone() for x in old]
+        own = [x.to(wider.get(x.dtype, x.dtype)).clone() for x in old]
         parameters, tensors, rest = [], [], iter(own)
         for gradient, each in zip(gradients, names, strict=True):
             parameters.append(next(rest))
@@ -244,7 +258,7 @@ def trace(
         stance = contextlib.nullcontext() if is_independent(optimizer) else torch.compiler.set_stance("force_eager")
         try:
             with torch.no_grad(), NumbersOnDevice(given.tape, vector), stance:
-                STEPS.get(type(optimizer), compat.hooks.own_step(optimizer))(made)
+                given.run(made)
         except Exception as error:
             if given.makes_state(made, parameters):
                 raise NoState from error

@@ -1,6 +1,7 @@
 """Optimizers as users write them."""
 
 import math
+from math import cos as cosine
 
 import torch
 
@@ -77,3 +78,112 @@ class Reading(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad * (group["lr"] / math.sqrt(1 + float(p.grad.abs().max()))))
+
+
+class Kahan(torch.optim.Optimizer):
+    """Descent that keeps what rounding loses (Kahan's sum), for parameters of 16 bits."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["lost"] = torch.zeros_like(p)
+                update = p.grad * -group["lr"] + state["lost"]
+                new = p + update
+                state["lost"] = update - (new - p)
+                p.copy_(new)
+
+
+class Parts(torch.optim.Optimizer):
+    """Each operation that torch rounds once, though it has several."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "beta": 0.7})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["mean"].lerp_(p.grad, 1 - group["beta"]).add_(p.grad, alpha=0.3).sub_(p, alpha=group["lr"])
+                state["square"].mul_(group["beta"]).addcmul_(p.grad, p.grad, value=1 - group["beta"])
+                p.addcdiv_(state["mean"].clamp(min=-1.7, max=1.7), state["square"].sqrt().add_(0.1), value=-group["lr"])
+
+
+def warm(step):
+    """A function beside the class."""
+    return math.tanh(step / 7)
+
+
+class Scheduled(torch.optim.Optimizer):
+    """Functions of `math` of a step count, however they are named: in the step, a method, and a function beside it."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    def scale(self, step):
+        return math.exp(-step / 50) * math.log(1 + step) * warm(step)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        from math import hypot
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                state["step"] += 1
+                step = state["step"].item()
+                rate = group["lr"] * self.scale(step) * (1 + 0.5 * cosine(math.pi * step / 20)) * hypot(step, 1)
+                if math.isnan(rate):
+                    raise ValueError(f"no rate in step {step}")
+                p.add_(p.grad, alpha=-rate / math.sqrt(1 - math.pow(group["beta"], step)))
+
+
+class Floored(torch.optim.Optimizer):
+    """A number of passes that grows with the step count: each needs a trace of its own."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                    for _ in range(math.floor(1 + self.state[p]["step"] / 4)):
+                        p.sub_(p.grad * group["lr"])
+
+
+STEPS_MADE = 0
+
+
+class Global(torch.optim.Optimizer):
+    """The step counts in a global variable."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        global STEPS_MADE
+        STEPS_MADE += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / STEPS_MADE))

@@ -67,6 +67,12 @@ PAIR_CALL(pair_int, not_, pair_int) PAIR_CALL(pair_int, signbit_, pair)
   INLINE pair name(pair a, float b) { return {name(a.even, b), name(a.odd, b)}; } \
   INLINE pair name(float a, pair b) { return {name(a, b.even), name(a, b.odd)}; }
 PAIR_CALL_2(min_) PAIR_CALL_2(max_)
+template <class B, class C> INLINE pair fma_(pair a, B b, C c) {
+  const pair y = both(b), z = both(c);
+  return {fma_(a.even, y.even, z.even), fma_(a.odd, y.odd, z.odd)};
+}
+template <class C> INLINE pair fma_(float a, pair b, C c) { return fma_(both(a), b, c); }
+INLINE pair fma_(float a, float b, pair c) { return fma_(both(a), b, c); }
 INLINE pair min_number_(pair a, float b) { return {min_number_(a.even, b), min_number_(a.odd, b)}; }
 INLINE pair max_number_(pair a, float b) { return {max_number_(a.even, b), max_number_(a.odd, b)}; }
 template <class A, class B> INLINE pair select_(pair_int mask, A a, B b) {
@@ -87,10 +93,6 @@ PAIR_CALL(pair, to_float16, pair)
 PAIR_CALL_BOTH(copysign_) PAIR_CALL_BOTH(greater) PAIR_CALL_BOTH(lesser)
 INLINE void operator+=(pair& to, pair x) { to = to + x; }
 INLINE void operator|=(pair_int& to, pair_int x) { to = to | x; }
-template <class B, class C> INLINE pair fma_(pair a, B b, C c) {
-  const pair y = both(b), z = both(c);
-  return {fused(a.even, y.even, z.even), fused(a.odd, y.odd, z.odd)};
-}
 INLINE pair scale_(pair r, pair t, pair x) { return {scale_(r.even, t.even, x.even), scale_(r.odd, t.odd, x.odd)}; }
 INLINE pair scale_down_(pair r, pair t) { return {scale_down_(r.even, t.even), scale_down_(r.odd, t.odd)}; }
 INLINE pair power_(pair t) { return {unbits(bits(t.even) << 23), unbits(bits(t.odd) << 23)}; }

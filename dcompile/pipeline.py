@@ -305,7 +305,7 @@ def nest_passes() -> tuple[Pass, ...]:
     """
     from dcompile.codegen.emit.cpp.column_sums import collect_columns
     from dcompile.codegen.emit.cpp.identity_scale import skip_identity_scale
-    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums, interleave_scans
+    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums
     from dcompile.codegen.emit.cpp.keep_values import hoist_values, keep_values
     from dcompile.codegen.emit.cpp.loop_conditions import select_masked_rows, split_loops
     from dcompile.codegen.emit.cpp.narrow_values import count_positions, shorten_nans
@@ -340,7 +340,6 @@ def nest_passes() -> tuple[Pass, ...]:
         Pass(vectorize_rows),
         # after vectors, whose steps are interleaved
         Pass(pipeline_last_pass),
-        Pass(interleave_scans),
         Pass(interleave_row_sums),
         Pass(interleave_column_sums),
         # last: only plain loops are split

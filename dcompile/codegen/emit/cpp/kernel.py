@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.emit.cpp.column_sums import open_in_place, print_row_blocks
-from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_scanned_rows, print_summed_rows
+from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_summed_rows
 from dcompile.codegen.emit.cpp.keep_values import hoisted_computation
 from dcompile.codegen.emit.cpp.ops import SPELLING, c_type, memory_type
 from dcompile.codegen.emit.cpp.parallelize import COLUMNS_OF_THREAD
@@ -119,8 +119,6 @@ def _print_function(p: Printer) -> None:
     parallel = p.plan.parallel and not p.plan.columns
     if not p.plan.row_axes:
         _print_only_row(p)
-    elif p.plan.interleaved_scans:
-        print_scanned_rows(p, parallel)
     else:
         _print_rows(p, parallel)
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
-from dcompile.explain.measured_steps import label
-from dcompile.explain.timeline import OWN, advise
+from dcompile.explain.timeline import OWN, advise, duration, label
 from dcompile.explain.timeline import MeasuredCollective as Measured
-from dcompile.explain.timeline_bars import duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait

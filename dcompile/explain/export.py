@@ -13,8 +13,18 @@ from typing import Any
 
 from dcompile.explain.html_document import document, table, text_row
 from dcompile.explain.svg import draw_timeline
-from dcompile.explain.timeline import MeasuredCollective, Timeline, kernel_seconds
-from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, medians, megabytes
+from dcompile.explain.timeline import (
+    COLOURS,
+    LANES,
+    MeasuredCollective,
+    Timeline,
+    bars,
+    caption,
+    duration,
+    kernel_seconds,
+    medians,
+    megabytes,
+)
 from dcompile.ir.diagram import count_text
 
 PICTURES = (".json", ".svg", ".png")

@@ -26,8 +26,7 @@ from dcompile.explain.report_data import (
 )
 from dcompile.explain.sources import SourceLine
 from dcompile.explain.svg import ticks
-from dcompile.explain.timeline import kernel_seconds
-from dcompile.explain.timeline_bars import COLOURS, LANES, duration
+from dcompile.explain.timeline import COLOURS, LANES, duration, kernel_seconds
 from dcompile.ir.diagram import bytes_text, dot, render
 from dcompile.ir.text import show
 

@@ -16,8 +16,7 @@ from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exc
 from dcompile.explain.export import timeline_lines
 from dcompile.explain.receipt import Receipt
 from dcompile.explain.sources import SourceLine
-from dcompile.explain.timeline import Timeline
-from dcompile.explain.timeline_bars import duration
+from dcompile.explain.timeline import Timeline, duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text, count_text
 from dcompile.ir.library_ops import extern_flops
 from dcompile.ir.nodes import Extern, Loop, Program

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from dcompile.explain.timeline import Timeline
-from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, exchange_caption
+from dcompile.explain.timeline import COLOURS, LANES, Timeline, bars, caption, duration, exchange_caption
 
 WIDTH, LEFT, TOP, LANE, GAP = 1000, 120, 40, 44, 14
 HEADING, LINE = 26, 20

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
-from dcompile.explain import arrival_skew
+from dcompile.explain import profile
 from tests.distributed import fsdp1_cases
 
 PLAIN = {"receipt": False, "kernels": "aten"}
@@ -138,21 +138,21 @@ def parallel():
 
 def machines():
     """Ranks that take one another for other machines compare their clocks."""
-    real, rank = arrival_skew.machine, dist.get_rank()
-    arrival_skew.machine = lambda: f"machine {rank}"
+    real, rank = profile.machine, dist.get_rank()
+    profile.machine = lambda: f"machine {rank}"
     now = time.perf_counter()
     try:
-        return now, arrival_skew.latest_arrivals(dist.group.WORLD, "machines", [("b", 4, now + 10 * rank)])
+        return now, profile.latest_arrivals(dist.group.WORLD, "machines", [("b", 4, now + 10 * rank)])
     finally:
-        arrival_skew.machine = real
+        profile.machine = real
 
 
 def alone():
     """Only rank 1 has measured, or ranks have measured different things."""
     missing = None
     if dist.get_rank():
-        missing = arrival_skew.latest_arrivals(dist.group.WORLD, "alone", [("b", 4, 1.0)], timeout_s=0.2)
-    different = arrival_skew.latest_arrivals(dist.group.WORLD, "different", [("b", dist.get_rank(), 1.0)])
+        missing = profile.latest_arrivals(dist.group.WORLD, "alone", [("b", 4, 1.0)], timeout_s=0.2)
+    different = profile.latest_arrivals(dist.group.WORLD, "different", [("b", dist.get_rank(), 1.0)])
     return missing, different
 
 

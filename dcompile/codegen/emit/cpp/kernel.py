@@ -18,10 +18,10 @@ from dcompile.codegen.emit.cpp.keep_values import hoisted_computation
 from dcompile.codegen.emit.cpp.ops import SPELLING, c_type, memory_type
 from dcompile.codegen.emit.cpp.parallelize import COLUMNS_OF_THREAD
 from dcompile.codegen.emit.cpp.plan import NestDecision, NestPlan, make_plan
+from dcompile.codegen.emit.cpp.prefetch import may_stream
 from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.emit.cpp.row_passes import print_row
 from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
-from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
 from dcompile.codegen.emit.target import EmitRequest, KernelSource, Target, describe_loop, kernel_name
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed

@@ -11,7 +11,7 @@ import torch
 
 import dcompile
 from dcompile.codegen.emit.cpp.compile import build
-from dcompile.codegen.emit.cpp.stream_stores import MIN_STREAM_BYTES
+from dcompile.codegen.emit.cpp.prefetch import MIN_STREAM_BYTES
 from dcompile.codegen.emit.cpp.vectorize import ACCUMULATORS, PAIR_ACCUMULATORS
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
@@ -263,7 +263,7 @@ def paired(n: int, rows: int = 6) -> Program:
 def streamed_or_not(n: int, many: str, streams: bool) -> tuple[KernelSource, KernelSource]:
     with pytest.MonkeyPatch.context() as patch:
         if streams:
-            patch.setattr("dcompile.codegen.emit.cpp.stream_stores.MIN_STREAM_BYTES", 0)
+            patch.setattr("dcompile.codegen.emit.cpp.prefetch.MIN_STREAM_BYTES", 0)
         return kernels_of(paired(n))
 
 
@@ -277,7 +277,7 @@ def test_pairs_of_vectors_are_what_the_plain_loop_makes(
 ) -> None:
     """As are two pairs at a time, where a row is long or whole, and single vectors, where it is short and not."""
     if streams:
-        monkeypatch.setattr("dcompile.codegen.emit.cpp.stream_stores.MIN_STREAM_BYTES", 0)
+        monkeypatch.setattr("dcompile.codegen.emit.cpp.prefetch.MIN_STREAM_BYTES", 0)
     made, rng = paired(n), np.random.default_rng(n)
     text = source_of(made).text
     step = "WIDTH" if many == "bfloat16" else many.upper()

@@ -139,8 +139,8 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCollective:
-    """Collective of one bucket, with medians over the measured steps."""
+class CollectiveSummary:
+    """One collective of each step: medians over measured steps, or the cost model's prediction."""
 
     program: str
     kind: str
@@ -148,19 +148,25 @@ class MeasuredCollective:
     group: str
     nbytes: int
     producer: str
+    """Step that computes the last of its operands."""
     consumer: str
+    """First step after its wait."""
     seconds: float
     """From the possible begin of the transfer to its end."""
     exposed: float
-    exposed_skew: float
-    queued: float
-    skew: float | None
+    """Seconds for which its wait delays later steps."""
+    exposed_skew: float = 0.0
+    queued: float = 0.0
+    skew: float | None = None
     """None if the other ranks did not report their arrival."""
-    latest_rank: int | None
-    advice: str
+    latest_rank: int | None = None
+    advice: str = ""
+    """Setting that would change that."""
     predicted: float | None = None
     own: bool = False
     """Whether the model's own code requests it: tensor parallelism, SyncBatchNorm."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that it is for, in a planned program."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ class Timeline:
     """(program, bucket) -> predicted seconds of the collective."""
     typical: MeasuredStep = field(init=False)
     """Step of median length, which pictures show."""
-    collectives: tuple[MeasuredCollective, ...] = field(init=False)
+    collectives: tuple[CollectiveSummary, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.steps, "a timeline of no step"
@@ -210,7 +216,7 @@ def kernel_seconds(timeline: Timeline) -> dict[tuple[str, str], float]:
 
 def _summaries(
     steps: Sequence[MeasuredStep], predicted: Mapping[tuple[str, str], float]
-) -> Iterator[MeasuredCollective]:
+) -> Iterator[CollectiveSummary]:
     found: dict[tuple[str, str, int], list[CollectiveInterval]] = {}
     for step in steps:
         times: dict[tuple[str, str], int] = {}
@@ -223,7 +229,7 @@ def _summaries(
         first = exchanges[0]
         skews = [e.skew for e in exchanges if e.skew is not None]
         ranks = [e.latest_rank for e in exchanges if e.latest_rank is not None]
-        made = MeasuredCollective(
+        made = CollectiveSummary(
             program=first.program,
             kind=first.kind,
             bucket=first.bucket,
@@ -237,7 +243,6 @@ def _summaries(
             queued=_median(exchanges, lambda e: e.queued),
             skew=statistics.median(skews) if skews else None,
             latest_rank=statistics.mode(ranks) if ranks else None,
-            advice="",
             predicted=predicted.get((first.program, first.bucket)),
             own=first.own,
         )
@@ -248,7 +253,7 @@ def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInt
     return statistics.median(map(of, exchanges))
 
 
-def advise(found: MeasuredCollective, step: float) -> str:
+def advise(found: CollectiveSummary, step: float) -> str:
     """Advice on how to shorten the exposed time of a collective."""
     if found.exposed <= MAX_HIDDEN_SHARE * step:
         return "hidden" if found.exposed else "hidden: nothing waits for it"

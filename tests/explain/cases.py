@@ -96,7 +96,7 @@ def sharded():
     with dcompile.profile(model) as measured:
         same = all(torch.equal(a, b) for _ in range(2) for a, b in zip(step(), expected, strict=True))
     return {
-        "explained": [(e.kind, e.group, e.bytes, e.parameters) for g in report.graphs for e in g.exchanges],
+        "explained": [(e.kind, e.group, e.nbytes, e.parameters) for g in report.graphs for e in g.exchanges],
         "page": str(report),
         "again": len(dcompile.explain(model, x).graphs),
         "goes_on": all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
-from dcompile.explain.timeline import OWN, CollectiveSummary, advise, duration, label
+from dcompile.explain.timeline import OWN, CollectiveReport, advise, duration, label
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
@@ -15,7 +15,7 @@ from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
 def exchanges_of(
     program: Program, parameters: Mapping[int, str], schedule: Sequence[Predicted]
-) -> Iterator[CollectiveSummary]:
+) -> Iterator[CollectiveReport]:
     """Collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
     foreseen, table = dict(_foreseen(schedule)), program.table
@@ -33,14 +33,14 @@ def exchanges_of(
         group = step.group if step.call is None else compat.groups.describe_group(group_of(step.call))
         numbers = buckets[step.bucket].params if step.call is None else ()
         names = tuple(parameters.get(number, f"parameter {number}") for number in numbers)
-        found = CollectiveSummary(
+        found = CollectiveReport(
             program.name, step.kind, step.bucket, group, nbytes, producer, consumer, seconds, exposed,
             queued=queued, own=step.call is not None, parameters=names,
         )  # fmt: skip
         yield replace(found, advice=advise(found, whole + exposed))
 
 
-def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveSummary:
+def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveReport:
     """Row for one of the model's own that is a library call.
 
     Its wait is the next step, so that all of it is exposed.
@@ -51,7 +51,7 @@ def _own(program: Program, position: int, seconds: float, whole: float) -> Colle
     bucket = next((out for out in step.outs if out is not None), step.op)
     producer, consumer = _writer(program, position, step.reads), _reader(program, position, step.writes)
     nbytes = whole_bytes(step, program.table)
-    found = CollectiveSummary(program.name, kind, bucket, group, nbytes, producer, consumer, seconds, seconds, own=True)
+    found = CollectiveReport(program.name, kind, bucket, group, nbytes, producer, consumer, seconds, seconds, own=True)
     return replace(found, advice=advise(found, whole) if seconds else OWN)
 
 
@@ -110,7 +110,7 @@ def _label(step: Loop | Extern) -> str:
     return label(step.op if isinstance(step, Extern) else step.name, step.origin)
 
 
-def exchange_lines(exchange: CollectiveSummary) -> Iterator[str]:
+def exchange_lines(exchange: CollectiveReport) -> Iterator[str]:
     """Describe a collective in three lines: what it is, what it depends on, and what would change it."""
     shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
     count = len(exchange.parameters)

@@ -16,7 +16,7 @@ from dcompile.explain.svg import draw_timeline
 from dcompile.explain.timeline import (
     COLOURS,
     LANES,
-    CollectiveSummary,
+    CollectiveReport,
     Timeline,
     bars,
     caption,
@@ -112,7 +112,7 @@ def _columns(timeline: Timeline) -> list[tuple[str, ...]]:
     return [(*cells[:place], *cells[place + 1 :]) for cells in rows]
 
 
-def row(found: CollectiveSummary) -> tuple[str, ...]:
+def row(found: CollectiveReport) -> tuple[str, ...]:
     """Table row of one collective under `HEAD`."""
     unknown = "unknown"
     return (
@@ -128,7 +128,7 @@ def row(found: CollectiveSummary) -> tuple[str, ...]:
     )
 
 
-def blockers(found: CollectiveSummary) -> str:
+def blockers(found: CollectiveReport) -> str:
     """Describe what a collective waits for, and what waits for it."""
     late = f" ({duration(found.exposed_skew)} of it for rank {found.latest_rank})" if found.exposed_skew else ""
     waits = f"waits {duration(found.exposed)}{late}" if found.exposed else "does not wait"

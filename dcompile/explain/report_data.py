@@ -16,7 +16,7 @@ from dcompile.explain.collective_table import exchange_lines, exchanges_of, seco
 from dcompile.explain.export import timeline_lines
 from dcompile.explain.receipt import Receipt
 from dcompile.explain.sources import SourceLine
-from dcompile.explain.timeline import CollectiveSummary, Timeline, duration
+from dcompile.explain.timeline import CollectiveReport, Timeline, duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text, count_text
 from dcompile.ir.library_ops import extern_flops
 from dcompile.ir.nodes import Extern, Loop, Program
@@ -69,7 +69,7 @@ class GraphReport:
     """Number of ATen operations, before lowering."""
     kernels: tuple[StepReport, ...]
     library_calls: tuple[StepReport, ...]
-    exchanges: tuple[CollectiveSummary, ...]
+    exchanges: tuple[CollectiveReport, ...]
     program: Program = field(repr=False)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -139,7 +139,7 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveSummary:
+class CollectiveReport:
     """One collective of each step: medians over measured steps, or the cost model's prediction."""
 
     program: str
@@ -185,7 +185,7 @@ class Timeline:
     """(program, bucket) -> predicted seconds of the collective."""
     typical: MeasuredStep = field(init=False)
     """Step of median length, which pictures show."""
-    collectives: tuple[CollectiveSummary, ...] = field(init=False)
+    collectives: tuple[CollectiveReport, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.steps, "a timeline of no step"
@@ -214,9 +214,7 @@ def kernel_seconds(timeline: Timeline) -> dict[tuple[str, str], float]:
     return found
 
 
-def _summaries(
-    steps: Sequence[MeasuredStep], predicted: Mapping[tuple[str, str], float]
-) -> Iterator[CollectiveSummary]:
+def _summaries(steps: Sequence[MeasuredStep], predicted: Mapping[tuple[str, str], float]) -> Iterator[CollectiveReport]:
     found: dict[tuple[str, str, int], list[CollectiveInterval]] = {}
     for step in steps:
         times: dict[tuple[str, str], int] = {}
@@ -229,7 +227,7 @@ def _summaries(
         first = exchanges[0]
         skews = [e.skew for e in exchanges if e.skew is not None]
         ranks = [e.latest_rank for e in exchanges if e.latest_rank is not None]
-        made = CollectiveSummary(
+        made = CollectiveReport(
             program=first.program,
             kind=first.kind,
             bucket=first.bucket,
@@ -253,7 +251,7 @@ def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInt
     return statistics.median(map(of, exchanges))
 
 
-def advise(found: CollectiveSummary, step: float) -> str:
+def advise(found: CollectiveReport, step: float) -> str:
     """Advice on how to shorten the exposed time of a collective."""
     if found.exposed <= MAX_HIDDEN_SHARE * step:
         return "hidden" if found.exposed else "hidden: nothing waits for it"

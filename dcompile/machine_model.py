@@ -149,41 +149,33 @@ _NVLINK4 = (
 _INFINIBAND_400 = Link(1 << 20, gbs=45.0, latency_us=35.0, hop_us=4.0)
 """DGX H100: one ConnectX-7 of 400 Gb/s for each GPU, 90 % of 50 GB/s. Hops are from NCCL's tuning.cc (LL128)."""
 
+_H200 = Figures(
+    "h200",
+    memory_gbs=4100.0,  # kernels of a 1B Llama's step, 34 GB in 8.5 ms; a copy: 4270; data sheet: 4800
+    # bf16: all GEMMs of that step, 51 TFLOP in 70 ms; data sheet: 989
+    tflops=(("float32", 50.0), ("bfloat16", 740.0), ("float16", 740.0), ("float64", 60.0)),
+    attention=0.37,  # causal, heads of 64, forward and backward: 3.8 TFLOP of that step in 13.8 ms
+    arithmetic_gops=30000.0,
+    kernel_us=2.5,
+    library_us=4.0,
+    links=_NVLINK4,
+    network=_INFINIBAND_400,
+    # 18 reductions and 34 gathers on two: kernels take 6 ms longer than alone (docs/lab/runtime.md, R11)
+    interference=0.45,
+    crowding=0.5,
+    copy_gbs=360.0,  # two H200, one stream, nine copies of 61 MB in all: 168 us
+    sustained=0.95,  # 700 W: 1980 MHz become 1640 on average
+    member_us=2.5,  # two H200, NCCL, a block of nine parameters, 13.5 MiB: 69 us, and 49 us as one
+)
+
 TABLE: Mapping[str, Figures] = {
     "cpu": CPU,
-    "h200": Figures(
-        "h200",
-        memory_gbs=4100.0,  # kernels of a 1B Llama's step, 34 GB in 8.5 ms; a copy: 4270; data sheet: 4800
-        # bf16: all GEMMs of that step, 51 TFLOP in 70 ms; data sheet: 989
-        tflops=(("float32", 50.0), ("bfloat16", 740.0), ("float16", 740.0), ("float64", 60.0)),
-        attention=0.37,  # causal, heads of 64, forward and backward: 3.8 TFLOP of that step in 13.8 ms
-        arithmetic_gops=30000.0,
-        kernel_us=2.5,
-        library_us=4.0,
-        links=_NVLINK4,
-        network=_INFINIBAND_400,
-        # 18 reductions and 34 gathers on two: kernels take 6 ms longer than alone (docs/lab/runtime.md, R11)
-        interference=0.45,
-        crowding=0.5,
-        copy_gbs=360.0,  # two H200, one stream, nine copies of 61 MB in all: 168 us
-        sustained=0.95,  # 700 W: 1980 MHz become 1640 on average
-        member_us=2.5,  # two H200, NCCL, a block of nine parameters, 13.5 MiB: 69 us, and 49 us as one
-    ),
-    "h100": Figures(
-        "h100",
+    "h200": _H200,
+    "h100": replace(
+        _H200,
+        name="h100",
         memory_gbs=2860.0,  # in proportion; data sheet: 3350
         tflops=(("float32", 50.0), ("bfloat16", 700.0), ("float16", 700.0), ("float64", 60.0)),
-        attention=0.37,
-        arithmetic_gops=30000.0,
-        kernel_us=2.5,
-        library_us=4.0,
-        links=_NVLINK4,
-        network=_INFINIBAND_400,
-        interference=0.45,
-        crowding=0.5,
-        copy_gbs=360.0,  # the same links
-        sustained=0.95,
-        member_us=2.5,
     ),
     "a100": Figures(
         "a100",

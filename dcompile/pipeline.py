@@ -214,14 +214,17 @@ not needed. `around` is a `capture.dynamo_backend.WrapperRequest`.
 def loop_passes() -> tuple[LoopPass, ...]:
     """Rows of `LOOP_PASSES`, created at first use: a start from the cache loads no scheduler."""
     from dcompile.codegen.schedule.fusion.fuse import fuse
-    from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions, order_inner_loops
+    from dcompile.codegen.schedule.fusion.loop_order import (
+        interchange_reductions,
+        order_inner_loops,
+        use_online_softmax,
+    )
     from dcompile.codegen.schedule.fusion.matmul_epilogue import (
         accumulate_matmuls,
         choose_skinny_matmuls,
         fuse_matmul_epilogues,
     )
     from dcompile.codegen.schedule.fusion.narrow_buffers import keep_wide_values, narrow_buffers
-    from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
     from dcompile.codegen.schedule.fusion.rematerialize import recompute_rows, rematerialize
     from dcompile.codegen.schedule.fusion.split_reductions import (
         refuse_after_split,
@@ -229,8 +232,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         split_row_reductions,
     )
     from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
-    from dcompile.codegen.schedule.order.dependences import remove_dead_steps
-    from dcompile.codegen.schedule.order.group_updates import group_updates
+    from dcompile.codegen.schedule.order.dependences import group_updates, remove_dead_steps
     from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, start_early_wait_late
     from dcompile.collectives.coalesce_small import coalesce_small
     from dcompile.collectives.ddp_all_reduce import fold_average, insert_ddp_buckets
@@ -311,17 +313,15 @@ def nest_passes() -> tuple[Pass, ...]:
     results are the same up to the order of float sums, whichever other rows are skipped.
     """
     from dcompile.codegen.emit.cpp.column_sums import collect_columns
-    from dcompile.codegen.emit.cpp.identity_scale import skip_identity_scale
-    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums, interleave_scans
+    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums
     from dcompile.codegen.emit.cpp.keep_values import hoist_values, keep_values
-    from dcompile.codegen.emit.cpp.loop_conditions import select_masked_rows, split_loops
+    from dcompile.codegen.emit.cpp.loop_conditions import select_masked_rows, skip_identity_scale, split_loops
     from dcompile.codegen.emit.cpp.narrow_values import count_positions, shorten_nans
     from dcompile.codegen.emit.cpp.outer_vectorize import vectorize_rows
     from dcompile.codegen.emit.cpp.parallelize import parallelize, share_columns, share_elements
-    from dcompile.codegen.emit.cpp.prefetch import prefetch_gathers, prefetch_next_row
+    from dcompile.codegen.emit.cpp.prefetch import prefetch_gathers, prefetch_next_row, stream_stores
     from dcompile.codegen.emit.cpp.scans import block_scans
     from dcompile.codegen.emit.cpp.software_pipeline import pipeline_last_pass
-    from dcompile.codegen.emit.cpp.stream_stores import stream_stores
     from dcompile.codegen.emit.cpp.transpose import transpose_tiles
     from dcompile.codegen.emit.cpp.vectorize import vectorize
 
@@ -347,7 +347,6 @@ def nest_passes() -> tuple[Pass, ...]:
         Pass(vectorize_rows),
         # after vectors, whose steps are interleaved
         Pass(pipeline_last_pass),
-        Pass(interleave_scans),
         Pass(interleave_row_sums),
         Pass(interleave_column_sums),
         # last: only plain loops are split

@@ -37,8 +37,7 @@ from dcompile.capture.passes.repeated_layers import (
 from dcompile.capture.passes.run_passes import GraphRequest, run_passes
 from dcompile.capture.services import Line, figures_by_type
 from dcompile.capture.warm_start.size_symbols import SizeSymbols
-from dcompile.capture.warm_start.trace_cache import GraphTrace, KeptTrace, TraceFacts
-from dcompile.capture.warm_start.trace_key import trace_key
+from dcompile.capture.warm_start.trace_cache import GraphTrace, KeptTrace, TraceFacts, trace_key
 from dcompile.collectives.contract import Executable
 from dcompile.device_traits import HOST, traits_of
 from dcompile.passes import GraphPass

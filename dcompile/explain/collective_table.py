@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
-from dcompile.explain.measured_steps import label
-from dcompile.explain.timeline import OWN, advise
-from dcompile.explain.timeline import MeasuredCollective as Measured
-from dcompile.explain.timeline_bars import duration
+from dcompile.explain.timeline import OWN, CollectiveReport, advise, duration, label
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
 
-@dataclass(frozen=True)
-class CollectiveRow:
-    """A collective of a planned program."""
-
-    kind: str
-    bucket: str
-    group: str
-    bytes: int
-    parameters: tuple[str, ...]
-    producer: str
-    """Step that computes the last of its operands."""
-    consumer: str
-    """First step after its wait."""
-    seconds: float
-    """Predicted duration in seconds by the cost model."""
-    exposed: float
-    """Predicted seconds for which its wait delays later steps."""
-    advice: str
-    """Setting that would change that."""
-
-
 def exchanges_of(
     program: Program, parameters: Mapping[int, str], schedule: Sequence[Predicted]
-) -> Iterator[CollectiveRow]:
+) -> Iterator[CollectiveReport]:
     """Collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
     foreseen, table = dict(_foreseen(schedule)), program.table
@@ -55,19 +31,16 @@ def exchanges_of(
         producer, consumer = _producer(program, position), _consumer(program, step.bucket)
         nbytes = sum(size for size in sizes if size is not None) if step.call is None else whole_bytes(step.call, table)
         group = step.group if step.call is None else compat.groups.describe_group(group_of(step.call))
-        like = Measured(
-            program.name, step.kind, step.bucket, group, nbytes, producer, consumer, seconds, exposed,
-            exposed_skew=0.0, queued=queued, skew=None, latest_rank=None, advice="", own=step.call is not None,
-        )  # fmt: skip
         numbers = buckets[step.bucket].params if step.call is None else ()
         names = tuple(parameters.get(number, f"parameter {number}") for number in numbers)
-        advice = advise(like, whole + exposed)
-        yield CollectiveRow(
-            step.kind, step.bucket, group, nbytes, names, producer, consumer, seconds, exposed, advice
+        found = CollectiveReport(
+            program.name, step.kind, step.bucket, group, nbytes, producer, consumer, seconds, exposed,
+            queued=queued, own=step.call is not None, parameters=names,
         )  # fmt: skip
+        yield replace(found, advice=advise(found, whole + exposed))
 
 
-def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveRow:
+def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveReport:
     """Row for one of the model's own that is a library call.
 
     Its wait is the next step, so that all of it is exposed.
@@ -78,12 +51,8 @@ def _own(program: Program, position: int, seconds: float, whole: float) -> Colle
     bucket = next((out for out in step.outs if out is not None), step.op)
     producer, consumer = _writer(program, position, step.reads), _reader(program, position, step.writes)
     nbytes = whole_bytes(step, program.table)
-    like = Measured(
-        program.name, kind, bucket, group, nbytes, producer, consumer, seconds, seconds,
-        exposed_skew=0.0, queued=0.0, skew=None, latest_rank=None, advice="", own=True,
-    )  # fmt: skip
-    advice = advise(like, whole) if seconds else OWN
-    return CollectiveRow(kind, bucket, group, nbytes, (), producer, consumer, seconds, seconds, advice)
+    found = CollectiveReport(program.name, kind, bucket, group, nbytes, producer, consumer, seconds, seconds, own=True)
+    return replace(found, advice=advise(found, whole) if seconds else OWN)
 
 
 def seconds_of_steps(program: Program, schedule: Sequence[Predicted]) -> dict[int, float]:
@@ -141,12 +110,12 @@ def _label(step: Loop | Extern) -> str:
     return label(step.op if isinstance(step, Extern) else step.name, step.origin)
 
 
-def exchange_lines(exchange: CollectiveRow) -> Iterator[str]:
+def exchange_lines(exchange: CollectiveReport) -> Iterator[str]:
     """Describe a collective in three lines: what it is, what it depends on, and what would change it."""
     shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
     count = len(exchange.parameters)
     of = f"{count} parameter{'' if count == 1 else 's'} ({shown})" if count else "of the model's own"
-    yield f"{exchange.kind} {exchange.bucket} over {exchange.group}: {bytes_text(exchange.bytes)}, {of}"
+    yield f"{exchange.kind} {exchange.bucket} over {exchange.group}: {bytes_text(exchange.nbytes)}, {of}"
     yield f"  starts after {exchange.producer}; {exchange.consumer} waits for it"
     foreseen = f"by the cost model {duration(exchange.seconds)}, {duration(exchange.exposed)} exposed; "
     yield f"  {foreseen if exchange.seconds else ''}{exchange.advice}"

@@ -13,8 +13,18 @@ from typing import Any
 
 from dcompile.explain.html_document import document, table, text_row
 from dcompile.explain.svg import draw_timeline
-from dcompile.explain.timeline import MeasuredCollective, Timeline, kernel_seconds
-from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, medians, megabytes
+from dcompile.explain.timeline import (
+    COLOURS,
+    LANES,
+    CollectiveReport,
+    Timeline,
+    bars,
+    caption,
+    duration,
+    kernel_seconds,
+    medians,
+    megabytes,
+)
 from dcompile.ir.diagram import count_text
 
 PICTURES = (".json", ".svg", ".png")
@@ -102,7 +112,7 @@ def _columns(timeline: Timeline) -> list[tuple[str, ...]]:
     return [(*cells[:place], *cells[place + 1 :]) for cells in rows]
 
 
-def row(found: MeasuredCollective) -> tuple[str, ...]:
+def row(found: CollectiveReport) -> tuple[str, ...]:
     """Table row of one collective under `HEAD`."""
     unknown = "unknown"
     return (
@@ -118,7 +128,7 @@ def row(found: MeasuredCollective) -> tuple[str, ...]:
     )
 
 
-def blockers(found: MeasuredCollective) -> str:
+def blockers(found: CollectiveReport) -> str:
     """Describe what a collective waits for, and what waits for it."""
     late = f" ({duration(found.exposed_skew)} of it for rank {found.latest_rank})" if found.exposed_skew else ""
     waits = f"waits {duration(found.exposed)}{late}" if found.exposed else "does not wait"

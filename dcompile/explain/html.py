@@ -25,9 +25,8 @@ from dcompile.explain.report_data import (
     summary,
 )
 from dcompile.explain.sources import SourceLine
-from dcompile.explain.svg import ticks
-from dcompile.explain.timeline import kernel_seconds
-from dcompile.explain.timeline_bars import COLOURS, LANES, duration
+from dcompile.explain.svg import LEFT, TEXT, WIDTH, draw_tracks, opening
+from dcompile.explain.timeline import COLOURS, LANES, Bar, duration, kernel_seconds
 from dcompile.ir.diagram import bytes_text, dot, render
 from dcompile.ir.text import show
 
@@ -105,11 +104,7 @@ def _list(title: str, lines: Sequence[str], *, folded: bool = False) -> str:
 # --- pictures of a planned program ------------------------------------------------------------------------------------
 
 
-WIDTH, LEFT, LANE, GAP = 1000, 120, 34, 10
 MEMORY_HEIGHT = 120
-FINEST_PX = 0.7
-"""Pixels below which neighbouring bars are merged."""
-TEXT = 'font-family="sans-serif" font-size="12" fill="#222222"'
 
 
 def draw_schedule(name: str, kind: str, spans: Sequence[Predicted]) -> str:
@@ -117,45 +112,38 @@ def draw_schedule(name: str, kind: str, spans: Sequence[Predicted]) -> str:
     total_us = max((start + length for _, _, start, length, _ in spans), default=0.0)
     if not total_us:
         return ""
-    scale, height = (WIDTH - LEFT - 20) / total_us, 30 + 2 * (LANE + GAP) + 24
-    lines = [_opening(height), f'<text x="{LEFT}" y="18" {TEXT} font-weight="bold">{escape(name)}</text>']
-    for number, lane in enumerate(LANES):
-        y = 30 + number * (LANE + GAP)
-        lines.append(f'<text x="{LEFT - 8}" y="{y + LANE / 2 + 4}" text-anchor="end" {TEXT}>{lane}</text>')
-        lines.append(f'<rect x="{LEFT}" y="{y}" width="{total_us * scale:.1f}" height="{LANE}" fill="#f4f4f4"/>')
-        colour = COLOURS["on the wire"] if number else COLOURS["backward" if kind == "backward" else "forward"]
-        own = [span for span in spans if (span[1] != "compute") == bool(number)]
-        lines += [
-            f'<rect x="{LEFT + begin * scale:.2f}" y="{y}" width="{max(length * scale, 0.3):.2f}" height="{LANE}" '
-            f'fill="{colour}"><title>{escape(title)}</title></rect>'
-            for begin, length, title in _joined(own, FINEST_PX / scale)
-        ]
-    bottom = 30 + 2 * (LANE + GAP)
-    for at in ticks(total_us / 1e6):
-        x = LEFT + at * 1e6 * scale
-        lines.append(f'<text x="{x:.1f}" y="{bottom + 10}" text-anchor="middle" {TEXT}>{at * 1e3:g} ms</text>')
-    return "\n".join([*lines, "</svg>"])
+
+    def bars_of(_: str, finest: float) -> Iterator[Bar]:
+        computed = [span for span in spans if span[1] == "compute"]
+        yield from _joined(computed, LANES[0], "backward" if kind == "backward" else "forward", finest * 1e6)
+        yield from _joined([span for span in spans if span[1] != "compute"], LANES[1], "on the wire", finest * 1e6)
+
+    return "\n".join(draw_tracks(name, {name: total_us / 1e6}, bars_of, ()))
 
 
-def _joined(spans: Sequence[Predicted], finest_us: float) -> Iterator[tuple[float, float, str]]:
-    """(begin, length, title) of bars; bars too narrow to be seen are merged with their neighbours."""
+def _joined(spans: Sequence[Predicted], lane: str, kind: str, finest_us: float) -> Iterator[Bar]:
+    """Yield bars; those too narrow to be seen are merged with their neighbours."""
     begin = end = 0.0
     names: list[str] = []
+
+    def bar(first: float, length: float, title: str) -> Bar:
+        return Bar(lane, kind, first / 1e6, (first + length) / 1e6, title)
+
     for name, _, start, length, exposed in spans:
         wide = length >= finest_us or exposed > 0
         if names and (wide or start - end >= finest_us):
-            yield begin, end - begin, _title(names, end - begin)
+            yield bar(begin, end - begin, _title(names, end - begin))
             names = []
         if wide:
             held = f", {duration(exposed / 1e6)} exposed" if exposed else ""
-            yield start, length, f"{name}: {duration(length / 1e6)}{held}"
+            yield bar(start, length, f"{name}: {duration(length / 1e6)}{held}")
             continue
         if not names:
             begin = start
         names.append(name)
         end = start + length
     if names:
-        yield begin, end - begin, _title(names, end - begin)
+        yield bar(begin, end - begin, _title(names, end - begin))
 
 
 def _title(names: Sequence[str], length_us: float) -> str:
@@ -178,7 +166,7 @@ def draw_memory(held: Sequence[int]) -> str:
     x = LEFT + (at + 0.5) * step_px
     return "\n".join(
         [
-            _opening(top + MEMORY_HEIGHT + 26),
+            opening(top + MEMORY_HEIGHT + 26),
             f'<path d="{"".join(points)}" fill="#ccddee" stroke="{COLOURS["forward"]}"/>',
             f'<path d="M{x:.1f} {top}V{top + MEMORY_HEIGHT}" stroke="{COLOURS["waiting"]}" stroke-dasharray="3 2"/>',
             f'<text x="{min(x, WIDTH - 160):.1f}" y="16" {TEXT}>peak {bytes_text(peak)} at step {at}</text>',
@@ -187,13 +175,6 @@ def draw_memory(held: Sequence[int]) -> str:
             f'<text x="{LEFT}" y="{top + MEMORY_HEIGHT + 18}" {TEXT}>steps of the program, 0 to {len(held) - 1}</text>',
             "</svg>",
         ]
-    )
-
-
-def _opening(height: float) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img"><rect width="{WIDTH}" height="{height}" fill="#ffffff"/>'
     )
 
 

@@ -12,12 +12,11 @@ from dcompile.codegen.schedule.memory.memory_summary import holder_lines, summar
 from dcompile.codegen.schedule.order.cost_model import loop_operations
 from dcompile.collectives.contract import Predicted
 from dcompile.collectives.contract import ProgramReport as Counts
-from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exchanges_of, seconds_of_steps
+from dcompile.explain.collective_table import exchange_lines, exchanges_of, seconds_of_steps
 from dcompile.explain.export import timeline_lines
 from dcompile.explain.receipt import Receipt
 from dcompile.explain.sources import SourceLine
-from dcompile.explain.timeline import Timeline
-from dcompile.explain.timeline_bars import duration
+from dcompile.explain.timeline import CollectiveReport, Timeline, duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text, count_text
 from dcompile.ir.library_ops import extern_flops
 from dcompile.ir.nodes import Extern, Loop, Program
@@ -70,7 +69,7 @@ class GraphReport:
     """Number of ATen operations, before lowering."""
     kernels: tuple[StepReport, ...]
     library_calls: tuple[StepReport, ...]
-    exchanges: tuple[CollectiveRow, ...]
+    exchanges: tuple[CollectiveReport, ...]
     program: Program = field(repr=False)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0

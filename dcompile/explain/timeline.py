@@ -1,13 +1,17 @@
-"""Measured steps as data: computation, communication and waits. Times in seconds."""
+"""Measured steps as data: computation, communication and waits. Times in seconds.
+
+`steps_of` splits what instrumented programs recorded into steps, and `bars` shows one on two tracks, for every picture.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from dcompile.ir.collective_kinds import PlannedKind
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 
 Arrived: TypeAlias = "tuple[float, int] | None"
 """Time of the last rank's arrival at a collective, and that rank; None where it is not known."""
@@ -135,8 +139,8 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCollective:
-    """Collective of one bucket, with medians over the measured steps."""
+class CollectiveReport:
+    """One collective of each step: medians over measured steps, or the cost model's prediction."""
 
     program: str
     kind: str
@@ -144,19 +148,25 @@ class MeasuredCollective:
     group: str
     nbytes: int
     producer: str
+    """Step that computes the last of its operands."""
     consumer: str
+    """First step after its wait."""
     seconds: float
     """From the possible begin of the transfer to its end."""
     exposed: float
-    exposed_skew: float
-    queued: float
-    skew: float | None
+    """Seconds for which its wait delays later steps."""
+    exposed_skew: float = 0.0
+    queued: float = 0.0
+    skew: float | None = None
     """None if the other ranks did not report their arrival."""
-    latest_rank: int | None
-    advice: str
+    latest_rank: int | None = None
+    advice: str = ""
+    """Setting that would change that."""
     predicted: float | None = None
     own: bool = False
     """Whether the model's own code requests it: tensor parallelism, SyncBatchNorm."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that it is for, in a planned program."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,7 @@ class Timeline:
     """(program, bucket) -> predicted seconds of the collective."""
     typical: MeasuredStep = field(init=False)
     """Step of median length, which pictures show."""
-    collectives: tuple[MeasuredCollective, ...] = field(init=False)
+    collectives: tuple[CollectiveReport, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.steps, "a timeline of no step"
@@ -204,9 +214,7 @@ def kernel_seconds(timeline: Timeline) -> dict[tuple[str, str], float]:
     return found
 
 
-def _summaries(
-    steps: Sequence[MeasuredStep], predicted: Mapping[tuple[str, str], float]
-) -> Iterator[MeasuredCollective]:
+def _summaries(steps: Sequence[MeasuredStep], predicted: Mapping[tuple[str, str], float]) -> Iterator[CollectiveReport]:
     found: dict[tuple[str, str, int], list[CollectiveInterval]] = {}
     for step in steps:
         times: dict[tuple[str, str], int] = {}
@@ -219,7 +227,7 @@ def _summaries(
         first = exchanges[0]
         skews = [e.skew for e in exchanges if e.skew is not None]
         ranks = [e.latest_rank for e in exchanges if e.latest_rank is not None]
-        made = MeasuredCollective(
+        made = CollectiveReport(
             program=first.program,
             kind=first.kind,
             bucket=first.bucket,
@@ -233,7 +241,6 @@ def _summaries(
             queued=_median(exchanges, lambda e: e.queued),
             skew=statistics.median(skews) if skews else None,
             latest_rank=statistics.mode(ranks) if ranks else None,
-            advice="",
             predicted=predicted.get((first.program, first.bucket)),
             own=first.own,
         )
@@ -244,7 +251,7 @@ def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInt
     return statistics.median(map(of, exchanges))
 
 
-def advise(found: MeasuredCollective, step: float) -> str:
+def advise(found: CollectiveReport, step: float) -> str:
     """Advice on how to shorten the exposed time of a collective."""
     if found.exposed <= MAX_HIDDEN_SHARE * step:
         return "hidden" if found.exposed else "hidden: nothing waits for it"
@@ -287,3 +294,245 @@ def _how_to_hide(kind: PlannedKind, in_backward: bool) -> str:
                 "too little runs before it to hide it: fully_shard on parts of these modules, "
                 "so that the first gather is small"
             )
+
+
+# --- steps from what was measured -------------------------------------------------------------------------------------
+
+
+def steps_of(
+    calls: Sequence[Any],
+    updates: Sequence[tuple[str, float, float]],
+    begin: float,
+    end: float,
+    latest: Sequence[Arrived] | None,
+    groups: Mapping[tuple[str, str], str],
+    serial: bool = True,
+) -> tuple[MeasuredStep, ...]:
+    """Split measured `ProgramCallTiming`s and the optimizer's (name, begin, end) into steps.
+
+    A step ends with an optimizer's update; without any, where a forward follows a backward. `latest`: latest arrival at
+    each collective, in the order of their starts. `groups`: (program, bucket) -> name of the group. `serial`:
+    collectives of a group run one after another, as on NCCL's stream; Gloo uses threads.
+    """
+    exchanges = _exchanges(calls, latest, groups, serial)
+    spans = [span for call in calls for span in _spans(call)]
+    spans += [MeasuredSpan("optimizer", name, begun, ended) for name, begun, ended in updates]
+    spans += [MeasuredSpan("compute", f"hands {e.bucket} over", e.arrived, e.started, e.program) for e in exchanges]
+    spans += [MeasuredSpan("wait", f"waits for {e.bucket}", e.wait_begin, e.wait_end, e.program) for e in exchanges]
+    spans.sort(key=lambda span: span.begin)
+    cuts = [begin, *_cuts(calls, updates, end)]
+    return tuple(
+        MeasuredStep(
+            one,
+            two,
+            tuple(span for span in spans if one <= span.begin < two),
+            tuple(exchange for exchange in exchanges if one <= exchange.arrived < two),
+        )
+        for one, two in itertools.pairwise(cuts)
+    )
+
+
+def _cuts(calls: Sequence[Any], updates: Sequence[tuple[str, float, float]], end: float) -> list[float]:
+    """End of each step."""
+    if updates:
+        ends = sorted(ended for _, _, ended in updates)
+        starts = [call.begin for call in calls]
+        # of several optimizers in one step, only the last one before the next program ends the step
+        return [e for e, after in zip(ends, [*ends[1:], None], strict=True) if _runs_between(starts, e, after)]
+    kinds = [call.program.startswith("backward") for call in calls]
+    between = [call.begin for call, before, now in zip(calls[1:], kinds, kinds[1:], strict=False) if before and not now]
+    return [*between, end]
+
+
+def _runs_between(starts: Sequence[float], one: float, two: float | None) -> bool:
+    return two is None or any(one <= start < two for start in starts)
+
+
+def _spans(call: Any) -> Iterator[MeasuredSpan]:
+    for number, begin, end in call.spans:
+        statement = call.statements[number]
+        yield MeasuredSpan("compute", label(statement.name, statement.origin), begin, end, call.program, statement.name)
+
+
+def label(name: str, origin: Sequence[str]) -> str:
+    """Short name of a step: the modules it came from, else what it calls."""
+    modules = list(dict.fromkeys(text.partition(": ")[0] if ": " in text else "" for text in origin))
+    shown = [module for module in modules if module]
+    if not shown:
+        shown = [text.partition(" (")[0] for text in origin[:1]] or [name]
+    return ", ".join(shown[:2]) + (", ..." if len(shown) > 2 else "")
+
+
+def _exchanges(
+    calls: Sequence[Any],
+    latest: Sequence[Arrived] | None,
+    groups: Mapping[tuple[str, str], str],
+    serial: bool,
+) -> list[CollectiveInterval]:
+    made: list[CollectiveInterval] = []
+    free: dict[str, float] = {}
+    every = [(call, found) for call in calls for found in call.exchanges]
+    for number, (call, found) in enumerate(every):
+        if found.wait_end is None:
+            continue
+        ended = found.wait_end if found.ended is None else found.ended
+        group = groups.get((call.program, found.bucket), found.group)
+        last = None if latest is None else latest[number]
+        made.append(
+            CollectiveInterval(
+                call.program, found.kind, found.bucket, group, found.nbytes, found.arrived, found.started, ended,
+                found.wait_begin, found.wait_end, _producer(call, found), _consumer(call, found),
+                None if last is None else last[0], None if last is None else last[1], bool(found.group),
+                free.get(group, float("-inf")),
+            )
+        )  # fmt: skip
+        if serial:
+            free[group] = max(free.get(group, ended), ended)
+    return made
+
+
+def _producer(call: Any, found: Any) -> str:
+    """Last step before the start that touches the bucket."""
+    bucket = found.bucket.replace(".", "_")
+    if not found.group and bucket_traits(found.kind).gathers:
+        return "nothing: shards are there from the start"
+    order = [number for number, *_ in call.spans]
+    upto = order[: order.index(found.after) + 1] if found.after >= 0 else []
+    # if the text names no bucket, gradients are in plain memory, and the start comes right after the last of them
+    named = [number for number in upto if bucket in call.statements[number].buckets] or upto
+    if not named:
+        return "the program's inputs"
+    return label(call.statements[named[-1]].name, call.statements[named[-1]].origin)
+
+
+def _consumer(call: Any, found: Any) -> str:
+    """First step after the wait."""
+    order = [number for number, *_ in call.spans]
+    rest = order[order.index(found.before) + 1 :] if found.before >= 0 else order
+    if not rest:
+        return "the end of the program"
+    return label(call.statements[rest[0]].name, call.statements[rest[0]].origin)
+
+
+# --- bars -------------------------------------------------------------------------------------------------------------
+
+
+COLOURS = {
+    "forward": "#4477aa",
+    "backward": "#66ccee",
+    "optimizer": "#aa3377",
+    "waiting": "#ee6677",
+    "on the wire": "#228833",
+    "behind another": "#ccbb44",
+    "other rank late": "#bbbbbb",
+}
+"""Kind of bar -> colour of Paul Tol's bright scheme, which colour-blind people can distinguish, too."""
+LANES = ("compute", "communication")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar; times in seconds from the step's begin."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    title: str
+
+
+def bars(step: MeasuredStep, finest: float = 0.0) -> list[Bar]:
+    """Bars of a step. Neighbours of one kind that are shorter than `finest` seconds are merged."""
+    compute = [_compute_bar(span, step.begin) for span in step.spans]
+    return [*_merge_bars(compute, finest), *(bar for e in step.exchanges for bar in _exchange_bars(e, step.begin))]
+
+
+def _compute_bar(span: MeasuredSpan, zero: float) -> Bar:
+    kind = {"optimizer": "optimizer", "wait": "waiting"}.get(span.lane) or (
+        "backward" if span.program.startswith("backward") else "forward"
+    )
+    title = f"{span.name}: {duration(span.seconds)}"
+    return Bar("compute", kind, span.begin - zero, span.end - zero, title)
+
+
+def _merge_bars(found: Iterable[Bar], finest: float) -> Iterator[Bar]:
+    """Merge bars that are too short to be seen with their neighbours."""
+    open_: Bar | None = None
+    for bar in found:
+        small = bar.kind != "waiting" and bar.end - bar.begin < finest
+        if open_ and small and bar.kind == open_.kind and bar.begin - open_.end < finest:
+            open_ = Bar(bar.lane, bar.kind, open_.begin, max(open_.end, bar.end), open_.title)
+            continue
+        if open_:
+            yield open_
+        open_ = bar
+    if open_:
+        yield open_
+
+
+def _exchange_bars(found: CollectiveInterval, zero: float) -> Iterator[Bar]:
+    what = f"{found.kind} {found.bucket}, {megabytes(found.nbytes)}"
+    late = max(found.arrived, found.latest or found.arrived)
+    pieces = (
+        (
+            "other rank late",
+            found.arrived,
+            min(late, found.ended),
+            f"{what}: rank {found.latest_rank} is not there yet",
+        ),
+        ("behind another", late, found.begin, f"{what}: behind the collective before it"),
+        ("on the wire", found.begin, found.ended, f"{what}: {duration(found.wire)}, {duration(found.exposed)} exposed"),
+    )
+    for kind, begin, end, title in pieces:
+        if end > begin:
+            yield Bar("communication", kind, begin - zero, end - zero, title)
+
+
+def duration(seconds: float) -> str:
+    """Text of a duration: `1.42 s`, `12.3 ms`, `85 us`."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def megabytes(nbytes: int) -> str:
+    """Text of a size: `25.0 MiB`, `3.1 KiB`."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def caption(step: MeasuredStep) -> str:
+    """Numbers of one step, for the caption of its picture."""
+    return _totals([step], step.exposed)
+
+
+def exchange_caption(step: MeasuredStep) -> str:
+    """Numbers of one step's communication, for a picture of several steps."""
+    if not step.exchanges:
+        return "nothing is exchanged"
+    share = step.overlapped / step.communication if step.communication else 0.0
+    return (
+        f"on the wire {duration(step.communication)}, of which {share:.0%} while something computes; exposed "
+        f"{duration(step.exposed)} ({step.exposed / step.seconds:.1%} of the step)"
+    )
+
+
+def medians(timeline: Timeline) -> str:
+    """Same numbers as medians over the steps. Exposed time is the sum of the medians of all collectives."""
+    return _totals(timeline.steps, sum(found.exposed for found in timeline.collectives))
+
+
+def _totals(steps: Sequence[MeasuredStep], exposed: float) -> str:
+    def middle(of: Callable[[MeasuredStep], float]) -> float:
+        return statistics.median(map(of, steps))
+
+    seconds, moving = middle(lambda step: step.seconds), middle(lambda step: step.communication)
+    idle = f"idle {middle(lambda step: step.idle) / seconds:.1%}"
+    if not any(step.exchanges for step in steps):
+        computing = duration(middle(lambda step: step.compute))
+        return f"step of {duration(seconds)}: computing {computing}, {idle}; nothing is exchanged"
+    share = middle(lambda step: step.overlapped) / moving if moving else 0.0
+    return (
+        f"step of {duration(seconds)}: computing {duration(middle(lambda step: step.compute))}, on the wire "
+        f"{duration(moving)}, of which {share:.0%} while something computes; exposed "
+        f"{duration(exposed)} ({exposed / seconds:.1%} of the step); {idle}"
+    )

@@ -268,7 +268,7 @@ REDUCTIONS: Mapping[str, Reduction] = {
         Reduction("argmin", None, np.argmin, lambda _: 0),
         Reduction(
             "sum_exp", None, _sum_exp, lambda _: 0
-        ),  # of exp(x - max(x)), in one pass: `schedule/fusion/online_softmax.py`
+        ),  # of exp(x - max(x)), in one pass: `schedule/fusion/loop_order.py`
     )
 }
 

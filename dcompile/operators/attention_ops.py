@@ -177,16 +177,11 @@ class _Blocks:
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    reads: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    predicate: str,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, logsumexp = _empty_forward(query, key, value, reads, sizes, predicate, scale)
-    for batch, queries, keys, mask in _Blocks(query, key, reads, sizes, predicate):
+    """`given`: tensors that the predicate reads, its sizes, its text, and the scale."""
+    (*masked, scale), (out, logsumexp) = given, _empty_forward(query)
+    for batch, queries, keys, mask in _Blocks(query, key, *masked):
         if keys.start == keys.stop:
             out[batch, :, queries] = 0
             logsumexp[batch, :, queries] = -torch.inf
@@ -206,16 +201,14 @@ def _backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    reads: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    predicate: str,
-    scale: float,
+    *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum gradients of keys and values over blocks of queries in float32, or in float64."""
+    *masked, scale = given
     by_query, by_key, by_value = map(torch.empty_like, (query, key, value))
     wide = torch.promote_types(query.dtype, torch.float32)
     sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (by_key, by_value)]
-    for batch, queries, keys, mask in _Blocks(query, key, reads, sizes, predicate):
+    for batch, queries, keys, mask in _Blocks(query, key, *masked):
         if keys.start == keys.stop:
             by_query[batch, :, queries] = 0
             continue

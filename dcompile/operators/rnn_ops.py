@@ -35,19 +35,13 @@ def _call(
 
 
 def forward(
-    kind: str,
-    value: torch.Tensor,
-    hidden: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    kind: str, value: torch.Tensor, hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, hidden state, cell state, previous state of the generator), with the layouts of `_shapes`."""
-    how = has_biases, layers, dropout, train, bidirectional, batch_first
+    """(output, hidden state, cell state, previous state of the generator), with the layouts of `_shapes`.
+
+    `how`: the operator's arguments from `has_biases` on.
+    """
+    _, _, dropout, train, *_ = how
     state = torch.get_rng_state() if dropout and train else torch.empty(0, dtype=torch.uint8, device="cpu")
     output, last, *cell = _call(kind, value, hidden, weights, *how)
     shown = _shapes(kind, value, hidden, weights, *how)
@@ -60,18 +54,10 @@ def _as(real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _shapes(
-    kind: str,
-    value: torch.Tensor,
-    hidden: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    kind: str, value: torch.Tensor, hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fake implementation of `forward`: stored in time order, whichever dimension comes first, as eager's."""
+    _, _, dropout, train, bidirectional, batch_first = how
     steps, batch = (value.shape[1], value.shape[0]) if batch_first else (value.shape[0], value.shape[1])
     width = hidden[0].shape[-1] * (2 if bidirectional else 1)
     output = value.new_empty((steps, batch, width))

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from dcompile.errors import DcompileError, OptionError
-from dcompile.precompile.job import folder_of, make_report
-from dcompile.precompile.script import run_script
+from dcompile.precompile.job import folder_of, make_report, run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
-from dcompile.explain import arrival_skew
+from dcompile.explain import profile
 from tests.distributed import fsdp1_cases
 
 PLAIN = {"receipt": False, "kernels": "aten"}
@@ -96,7 +96,7 @@ def sharded():
     with dcompile.profile(model) as measured:
         same = all(torch.equal(a, b) for _ in range(2) for a, b in zip(step(), expected, strict=True))
     return {
-        "explained": [(e.kind, e.group, e.bytes, e.parameters) for g in report.graphs for e in g.exchanges],
+        "explained": [(e.kind, e.group, e.nbytes, e.parameters) for g in report.graphs for e in g.exchanges],
         "page": str(report),
         "again": len(dcompile.explain(model, x).graphs),
         "goes_on": all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True)),
@@ -138,21 +138,21 @@ def parallel():
 
 def machines():
     """Ranks that take one another for other machines compare their clocks."""
-    real, rank = arrival_skew.machine, dist.get_rank()
-    arrival_skew.machine = lambda: f"machine {rank}"
+    real, rank = profile.machine, dist.get_rank()
+    profile.machine = lambda: f"machine {rank}"
     now = time.perf_counter()
     try:
-        return now, arrival_skew.latest_arrivals(dist.group.WORLD, "machines", [("b", 4, now + 10 * rank)])
+        return now, profile.latest_arrivals(dist.group.WORLD, "machines", [("b", 4, now + 10 * rank)])
     finally:
-        arrival_skew.machine = real
+        profile.machine = real
 
 
 def alone():
     """Only rank 1 has measured, or ranks have measured different things."""
     missing = None
     if dist.get_rank():
-        missing = arrival_skew.latest_arrivals(dist.group.WORLD, "alone", [("b", 4, 1.0)], timeout_s=0.2)
-    different = arrival_skew.latest_arrivals(dist.group.WORLD, "different", [("b", dist.get_rank(), 1.0)])
+        missing = profile.latest_arrivals(dist.group.WORLD, "alone", [("b", 4, 1.0)], timeout_s=0.2)
+    different = profile.latest_arrivals(dist.group.WORLD, "different", [("b", dist.get_rank(), 1.0)])
     return missing, different
 
 

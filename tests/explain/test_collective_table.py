@@ -16,7 +16,7 @@ def test_collectives_say_what_blocks_them_and_what_would_change_it():
 
     first, last = found["gather0"], found["reduce_scatter1"]
     assert (first.producer, first.consumer) == ("nothing: shards are there from the start", "k_a0_0")
-    assert first.bytes == 4000 and first.exposed == first.seconds > 0
+    assert first.nbytes == 4000 and first.exposed == first.seconds > 0
     assert first.advice.startswith("mostly a fixed cost per collective: one fully_shard over several")
     assert (last.producer, last.consumer) == ("k_grad1", "the end of the program") and last.exposed > 0
     hidden = found["reduce_scatter0"]

@@ -194,7 +194,7 @@ def test_collectives_of_ddp_and_its_reducer_untouched():
     report = dcompile.explain(model, x)
     (backward,) = [graph for graph in report.graphs if graph.kind == "backward"]
     (exchange,) = backward.exchanges
-    assert (exchange.kind, exchange.group, exchange.bytes) == ("all_reduce", "ddp", 4 * (64 + 8 + 16 + 2))
+    assert (exchange.kind, exchange.group, exchange.nbytes) == ("all_reduce", "ddp", 4 * (64 + 8 + 16 + 2))
     assert set(exchange.parameters) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert "all_reduce" in str(report) and "4 parameters" in str(report) and report.reasons == ()
     assert exchange.producer == "0" and exchange.consumer == "the end of the program"

@@ -6,10 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from dcompile.explain.export import save_timeline, timeline_lines, trace
-from dcompile.explain.measured_steps import label, steps_of
 from dcompile.explain.svg import MEANING, draw_comparison, draw_timeline, ticks
-from dcompile.explain.timeline import Timeline, covered_seconds
-from dcompile.explain.timeline_bars import bars, caption, duration
+from dcompile.explain.timeline import Timeline, bars, caption, covered_seconds, duration, label, steps_of
 from dcompile.runtime.measure.instrumentation import CollectiveTiming, InstrumentedStatement, ProgramCallTiming
 
 MS = 1e-3

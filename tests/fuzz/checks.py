@@ -12,18 +12,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dcompile.codegen.emit.cpp import stream_stores
+from dcompile.codegen.emit.cpp import prefetch
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions
+from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions, use_online_softmax
 from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
-from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
 from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.order.dependences import remove_dead_steps
-from dcompile.codegen.schedule.order.group_updates import group_updates
+from dcompile.codegen.schedule.order.dependences import group_updates, remove_dead_steps
 from dcompile.device_traits import CUDA
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
@@ -55,7 +53,7 @@ def run_cpp(cases: Sequence[Case]) -> list[Outputs]:
 
 def run_cpp_streamed(cases: Sequence[Case]) -> list[Outputs]:
     """The same with results written past the caches that are large enough for it in models alone."""
-    with patch.object(stream_stores, "MIN_STREAM_BYTES", 0):
+    with patch.object(prefetch, "MIN_STREAM_BYTES", 0):
         return run_cpp(cases)
 
 

@@ -1,7 +1,7 @@
 """Elements of traced tensors as piecewise functions of positions, by lowering's own rules.
 
 Each operator of ATen that a function calls is lowered at once, to the body of a loop that computes one element of its
-result. The body is read back as a piecewise function (`ir/elements.py`). Sizes may be symbols, and `torch.vmap` may
+result. The body is read back as a piecewise function (`ir/piecewise.py`). Sizes may be symbols, and `torch.vmap` may
 be around. An operator without a rule, or whose rule needs memory, raises UnknownElements.
 """
 
@@ -23,10 +23,21 @@ from dcompile.codegen.lower.registry import RULES
 from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
 from dcompile.compat.size_expressions import Inexpressible, size_of
 from dcompile.device_traits import HOST
-from dcompile.ir.elements import COMPUTING, Elements, Reads, UnknownElements, apply_to_indices, axis, in_range, whole
 from dcompile.ir.index import Index, as_index, substitute, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Ref, View
-from dcompile.ir.piecewise import Leaf, Tree, combine
+from dcompile.ir.piecewise import (
+    COMPUTING,
+    Elements,
+    Leaf,
+    Reads,
+    Tree,
+    UnknownElements,
+    apply_to_indices,
+    axis,
+    combine,
+    in_range,
+    whole,
+)
 
 _TREE = "z_tree"
 """Start of a variable that stands for a piecewise function in a body."""

@@ -25,8 +25,14 @@ from dcompile.codegen.lower.dtypes import fits_a_loop
 from dcompile.codegen.lower.flex_attention import lower_flex_attention
 from dcompile.codegen.lower.fx_nodes import Kind, Uses, find_uses, in_order, op_text, origin_of
 from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view
-from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library, call_region, is_region
-from dcompile.codegen.lower.own_collectives import lower_collective
+from dcompile.codegen.lower.library_calls import (
+    GraphAttribute,
+    Unsupported,
+    call_library,
+    call_region,
+    is_region,
+    lower_collective,
+)
 from dcompile.codegen.lower.registry import PRODUCTS, RULES
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, overwrite_input, put_in_place, with_shared_data
 from dcompile.codegen.lower.rules.slice_scatter_chains import find_assembled, read_from

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dcompile.capture.warm_start.size_symbols import DATA_DEPENDENT, SizeSymbols
-from dcompile.capture.warm_start.trace_key import callable_text, trace_key
+from dcompile.capture.warm_start.trace_cache import callable_text, trace_key
 from dcompile.compat import aot_trace
 from dcompile.compat.process_state import NotKeepable
 from dcompile.config import Config

@@ -18,7 +18,7 @@ from dcompile.codegen.lower.rules import small_matmul
 from dcompile.codegen.nest import contraction, gpu_tiling
 from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile
 from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions
-from dcompile.codegen.schedule.order import group_updates
+from dcompile.codegen.schedule.order import dependences
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
@@ -50,7 +50,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
     for name, sizes in (("optimizer", loops.OPTIMIZED), ("optimizer of sizes", [256] * 3 + [512] * 7 + [128] * 2)):
-        updates = group_updates.group_updates(loops.on_a_gpu(loops.optimizer(sizes)))
+        updates = dependences.group_updates(loops.on_a_gpu(loops.optimizer(sizes)))
         yield name, updates, cases.random_inputs(updates), 1.6e-2
     yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
     for name, program in cases.operations().items():

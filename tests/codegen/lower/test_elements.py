@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from dcompile.codegen.lower.elements import ElementTracer
-from dcompile.ir.elements import UnknownElements
 from dcompile.ir.index import as_index, var
-from dcompile.ir.piecewise import Test
+from dcompile.ir.piecewise import Test, UnknownElements
 
 
 def traced(function, *given):

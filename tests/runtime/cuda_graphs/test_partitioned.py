@@ -12,7 +12,7 @@ import torch
 import dcompile
 from dcompile.collectives.contract import ProgramReport
 from dcompile.runtime.cuda_graphs import trees
-from dcompile.runtime.cuda_graphs.partitioned import refill
+from dcompile.runtime.cuda_graphs.trees import refill
 from tests.fuzz import recordings
 from tests.runtime.cuda_graphs import waiting
 from tests.runtime.cuda_graphs.waiting import Waiting, batch, train

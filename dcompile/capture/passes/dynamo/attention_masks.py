@@ -53,7 +53,6 @@ from dcompile.capture.passes.dynamo.captured_nodes import (
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.device_traits import traits_of
-from dcompile.ir.elements import Elements, Read, Reads, UnknownElements, axis, positions_of
 from dcompile.ir.index import (
     MIN_SYMBOL_VALUES,
     Index,
@@ -67,12 +66,18 @@ from dcompile.ir.index import (
 )
 from dcompile.ir.ops import DTYPES
 from dcompile.ir.piecewise import (
+    Elements,
+    Read,
+    Reads,
     TooManyCases,
     Tree,
+    UnknownElements,
+    axis,
     combine,
     indices_of,
     leaves,
     negate_condition,
+    positions_of,
     replace_variables,
 )
 from dcompile.ir.predicate import (

@@ -3,7 +3,7 @@
 The usual backward reads all logits and computes their exponentials again. Forward and backward of 128 rows of 32000
 float32 logits took 1.6 times as long (Zen 3). The gradient is saved in place of the logits and is as large. The
 backward multiplies it, in place, by the gradient of the loss. That is mostly 1, and then the kernel returns at once
-(`codegen/emit/cpp/identity_scale.py`). GPU kernels are limited by memory, not by exponentials.
+(`codegen/emit/cpp/loop_conditions.py`). GPU kernels are limited by memory, not by exponentials.
 
 Bodies of higher-order operators do not change. A checkpoint recomputes its loss in the backward, so that nothing as
 large as the logits is saved. Other bodies have their own forward and backward.

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.emit.cpp.column_sums import open_in_place, print_row_blocks
-from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_scanned_rows, print_summed_rows
+from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_summed_rows
 from dcompile.codegen.emit.cpp.keep_values import hoisted_computation
 from dcompile.codegen.emit.cpp.ops import SPELLING, c_type, memory_type
 from dcompile.codegen.emit.cpp.parallelize import COLUMNS_OF_THREAD
 from dcompile.codegen.emit.cpp.plan import NestDecision, NestPlan, make_plan
+from dcompile.codegen.emit.cpp.prefetch import may_stream
 from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.emit.cpp.row_passes import print_row
 from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
-from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
 from dcompile.codegen.emit.target import EmitRequest, KernelSource, Target, describe_loop, kernel_name
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
@@ -119,8 +119,6 @@ def _print_function(p: Printer) -> None:
     parallel = p.plan.parallel and not p.plan.columns
     if not p.plan.row_axes:
         _print_only_row(p)
-    elif p.plan.interleaved_scans:
-        print_scanned_rows(p, parallel)
     else:
         _print_rows(p, parallel)
 

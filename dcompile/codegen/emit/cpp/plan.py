@@ -168,7 +168,6 @@ class NestPlan:
     """Passes over several rows at a time (`nest.lane`) that are written in vectors along the rows."""
     late: LatePass | None = None
     """Software pipelining: the last pass runs during the next row."""
-    interleaved_scans: bool = False
     interleaved_sum: Ref | None = None
     """The sum whose rows are interleaved."""
     interleaved_columns: bool = False

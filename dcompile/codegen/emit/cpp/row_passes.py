@@ -11,11 +11,10 @@ from dcompile.codegen.emit.cpp.ops import COMPOUND, c_type, clause, literal, wat
 from dcompile.codegen.emit.cpp.outer_vectorize import open_lane, print_lane_pass, read_row_values
 from dcompile.codegen.emit.cpp.parallelize import MAX_RUN
 from dcompile.codegen.emit.cpp.plan import BEFORE_ROWS, NO_SCANS, NestPlan, VectorLoop
-from dcompile.codegen.emit.cpp.prefetch import next_gathered_rows, print_gather_prefetches
+from dcompile.codegen.emit.cpp.prefetch import cached_condition, next_gathered_rows, print_gather_prefetches
 from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.emit.cpp.scans import SCAN_BLOCK, declare_elements, open_scans, print_rounds
 from dcompile.codegen.emit.cpp.software_pipeline import LateRow
-from dcompile.codegen.emit.cpp.stream_stores import cached_condition
 from dcompile.codegen.emit.cpp.transpose import close_tiles, open_tiles
 from dcompile.codegen.emit.cpp.value_facts import PositionCounter
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS, print_vector_loop

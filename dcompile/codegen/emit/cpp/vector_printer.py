@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcompile.codegen.emit.cpp.ops import literal, watches_nan
-from dcompile.codegen.emit.cpp.prefetch import step_prefetches
+from dcompile.codegen.emit.cpp.prefetch import cached_condition, step_prefetches
 from dcompile.codegen.emit.cpp.printer import Printer
-from dcompile.codegen.emit.cpp.stream_stores import cached_condition
 from dcompile.codegen.emit.cpp.value_facts import PositionCounter
 from dcompile.codegen.emit.cpp.vectorize import KEPT_AS, STEP_ELEMENTS, random_stride
 from dcompile.ir.buffers import ITEMSIZE

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from dcompile.codegen.nest.contraction import multiplies_few_rows
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.nest.tile_plan import TilePlan
-from dcompile.codegen.schedule.fusion.collective_order import Access, first_reads
-from dcompile.codegen.schedule.fusion.fuse import drop_internal
+from dcompile.codegen.schedule.fusion.fuse import Access, drop_internal, first_reads
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
 from dcompile.device_traits import loop_traits

@@ -37,8 +37,7 @@ from dcompile.codegen.nest.tile_plan import (
     count,
     power_of_two,
 )
-from dcompile.codegen.schedule.fusion.collective_order import Access
-from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.fuse import Access, fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
 from dcompile.device_traits import MULTIPROCESSORS, loop_traits

@@ -19,9 +19,15 @@ from math import inf
 
 import numpy as np
 
-from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
+from dcompile.codegen.schedule.order.cost_model import (
+    PredictedSpan,
+    collective_bytes,
+    durations,
+    is_copied_gather,
+    lane_of,
+    timeline,
+)
 from dcompile.codegen.schedule.order.dependences import communicates, edges, touches
-from dcompile.codegen.schedule.order.simulate import PredictedSpan, is_copied_gather, lane_of, timeline
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, Wait
 from dcompile.machine_model import Figures, GroupSize

@@ -134,9 +134,6 @@ CASES = {
         test_software_pipeline.residual(1, 256),  # no row to wait for
         ("late",),
     ),
-    "interleave_scans": Case(
-        loops.scan(40, 40), lambda plan: plan.interleaved_scans, True, loops.scan(3, 40), ("interleaved_scans",)
-    ),
     "interleave_row_sums": Case(
         loops.row_sum(512, 512), lambda plan: plan.interleaved_sum, 1, loops.row_sum(511, 512), ("interleaved_sum",)
     ),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp.identity_scale import find_scaling
+from dcompile.codegen.emit.cpp.loop_conditions import find_scaling
 from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import ZERO, var

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+import dcompile
 from dcompile.codegen.emit.cpp.scans import SCAN_BLOCK
 from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.cpp.test_kernel import text
 from tests.codegen.emit.harness import assert_threads_change_nothing, compiled, run, without_vectors
 
 LONG = 2 * SCAN_BLOCK + 77
+
+
+def decayed(rows: int, n: int) -> Program:
+    """y = s * exp(-x) and z = s + t of running sums s of x and t of x * x: two scans, and numbers of each row."""
+    b = loops.Body()
+    at = loops.I0 * n + loops.J0
+    x, w = b.load("x", at), b.load("w", loops.I0)
+    s, t = b.scan("sum", b.op("mul", x, w)), b.scan("sum", b.op("mul", x, x))
+    y = b.op("mul", s, b.op("exp", b.op("neg", x)))
+    stores = [Store("y", at, y), Store("z", at, b.op("add", s, t))]
+    shape = ("float32", (rows, n))
+    return loops.program(b, (rows,), (n,), stores, x=shape, w=("float32", (rows,)), y=shape, z=shape)
+
+
+def narrow(rows: int, n: int, dtype: str) -> Program:
+    b = loops.Body()
+    at = loops.I0 * n + loops.J0
+    stores = [Store("y", at, b.narrow(b.scan("sum", b.load("x", at, dtype)), dtype))]
+    return loops.program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows, n)))
+
+
 CASES = {
     "float sum": loops.scan(3, LONG),
     "float sum of one block": loops.scan(3, 100),
@@ -26,15 +50,23 @@ CASES = {
     "no rows": loops.scan(0, 8),
     "no elements": loops.scan(4, 0),
     "one element": loops.scan(4, 1),
+    "many rows": loops.scan(35, 40),
+    "many long rows": loops.scan(35, LONG),
+    "many rows of one block": loops.scan(32, SCAN_BLOCK),
+    "products in double": loops.scan(33, 300, "prod", "float64"),
+    "many rows without elements": loops.scan(33, 0),
+    "bfloat16": narrow(34, LONG, "bfloat16"),
+    "float16": narrow(34, 70, "float16"),
 }
 
 
 @pytest.fixture(scope="module")
 def built():
-    return compiled([*CASES.values(), SOFTMAX])
+    return compiled([*CASES.values(), SOFTMAX, DECAYED])
 
 
 SOFTMAX = loops.scanned_softmax(5, LONG)
+DECAYED = decayed(33, LONG)
 
 
 @pytest.mark.parametrize(("rows", "n", "columns"), [(3, 100, False), (2, 20_000, False), (150, 40, True)])
@@ -63,6 +95,13 @@ def test_what_surrounds_a_scan_is_vectorised_and_costly_values_are_computed_once
     assert source.count("omp simd") == 5
 
 
+def test_several_scans_and_what_surrounds_them(built):
+    assert text(DECAYED).count("exp_(") == 1
+    inputs = random_inputs(DECAYED)
+    for want, got in zip(interpret(DECAYED, inputs), run(DECAYED, inputs, built), strict=True):
+        assert np.allclose(want, got, rtol=2e-6, atol=1e-4)
+
+
 def test_rows_are_shared_among_threads_and_columns_lie_side_by_side():
     assert "omp parallel" in text(loops.scan(300, 400))
     columns = text(loops.scan(400, 300, columns=True))
@@ -78,3 +117,24 @@ def test_nan_stays_in_extremes():
         program = loops.scan(2, 50, op)
         (got,) = run(program, {"x": x})
         assert np.array_equal(got, getattr(np, f"{op}imum").accumulate(x, 1), equal_nan=True)
+
+
+def test_nan_and_infinities_stay_in_their_rows():
+    x = np.ones((33, LONG), np.float32)
+    x[1, 5], x[2, LONG - 1], x[3, SCAN_BLOCK], x[32, 0] = np.nan, np.inf, -np.inf, np.nan
+    program = loops.scan(33, LONG)
+    (got,) = run(program, {"x": x})
+    assert np.array_equal(got, np.cumsum(x, 1, dtype=np.float32), equal_nan=True)
+
+
+def test_threads_change_nothing_in_many_rows():
+    assert_threads_change_nothing(loops.scan(98, 1200))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_eager_gives_the_same(dtype):
+    """Compiled with sizes that are known at run time only, along the last of three dimensions."""
+    x = torch.randn(5, 9, 130).to(dtype)
+    function = dcompile.compile(lambda x: x.cumsum(-1), dynamic=True)
+    assert torch.equal(function(x), x.cumsum(-1))
+    assert torch.equal(function(x[:4, :7, :99].contiguous()), x[:4, :7, :99].cumsum(-1))

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp import stream_stores
+from dcompile.codegen.emit.cpp import prefetch
 from dcompile.codegen.emit.cpp.transpose import find_transposed
 from dcompile.codegen.nest.loop_nest import TILE_SIDE, WIDE_TILE_SIDE, make_nest
 from dcompile.ir.index import var
@@ -86,7 +86,7 @@ def copied(dtype, rows, n, shift) -> Program:
 def streamed(program, again=frozenset()):
     """The kernel, if results of any size are large."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_stores, "MIN_STREAM_BYTES", 0)
+        patch.setattr(prefetch, "MIN_STREAM_BYTES", 0)
         return source_of(program, again)
 
 

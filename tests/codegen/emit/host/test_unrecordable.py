@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.host.unrecordable import unrecordable_steps
+from dcompile.codegen.emit.host.program import unrecordable_steps
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.collectives.contract import APART, TOGETHER
 from dcompile.compiler import driver

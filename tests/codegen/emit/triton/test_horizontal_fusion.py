@@ -15,7 +15,7 @@ from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton.horizontal_fusion import early_inputs, first_launch, fuse_launches, start_next_first
 from dcompile.codegen.emit.triton.library import AFTER, START_NEXT_FIRST, WAIT_FIRST
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.order.group_updates import group_updates
+from dcompile.codegen.schedule.order.dependences import group_updates
 from dcompile.ir.nodes import Collective, Extern, Program, Wait
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import loops

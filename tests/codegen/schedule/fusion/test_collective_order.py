@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from dcompile.codegen.schedule.fusion.collective_order import (
+from dcompile.codegen.schedule.fusion.fuse import (
     CollectiveEvent,
     collective_events,
+    fuse,
     may_share_a_step,
     ordered_pairs,
 )
-from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.ir.nodes import Extern, Loop, View
 from dcompile.ir.parse import parse
 from dcompile.ir.verify import verify

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion import online_softmax
+from dcompile.codegen.schedule.fusion import loop_order
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
+from dcompile.codegen.schedule.fusion.loop_order import use_online_softmax
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Load, Loop, Program, Reduce, Store
@@ -21,8 +21,8 @@ from tests.codegen.emit.harness import run
 
 @pytest.fixture(autouse=True)
 def _short_rows_are_long(monkeypatch):
-    monkeypatch.setattr(online_softmax, "MAX_PERSISTENT_ELEMENTS", 16)
-    monkeypatch.setattr(online_softmax, "MULTIPROCESSORS", 4)
+    monkeypatch.setattr(loop_order, "MAX_PERSISTENT_ELEMENTS", 16)
+    monkeypatch.setattr(loop_order, "MULTIPROCESSORS", 4)
 
 
 def on_gpu(program: Program) -> Program:

@@ -7,8 +7,8 @@ from dcompile.codegen.schedule.order.cost_model import (
     loop_bytes,
     loop_operations,
     step_seconds,
+    timeline,
 )
-from dcompile.codegen.schedule.order.simulate import timeline
 from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.library_ops import extern_flops

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.order.group_updates import group_updates
+from dcompile.codegen.schedule.order.dependences import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Collective, Wait
 from dcompile.ir.verify import verify

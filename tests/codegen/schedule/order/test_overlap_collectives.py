@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order import overlap_collectives as overlap_module
-from dcompile.codegen.schedule.order.cost_model import durations
+from dcompile.codegen.schedule.order.cost_model import durations, timeline
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
-from dcompile.codegen.schedule.order.simulate import timeline
 from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret

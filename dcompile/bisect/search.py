@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from dcompile.api import ordinary_services
 from dcompile.bisect.recording import CallLog, CheckingCompiler
+from dcompile.bisect.repro import Repro, make_repro
 from dcompile.bisect.stages import Place, ProgramSearch, first_wrong
 from dcompile.capture.callables import original_function
 from dcompile.capture.compiled_model import Settings
@@ -37,8 +38,8 @@ class Finding:
     program: str
     """"forward0", "backward0", ...: as in the receipt and in dumps. Empty if it is none."""
     place: Place
-    repro: str = ""
-    """A script that shows the difference."""
+    repro: Repro | None = None
+    """A script that shows the difference; None where it takes the whole model, or its other ranks."""
 
     def __str__(self) -> str:
         place = self.place
@@ -81,11 +82,12 @@ def bisect(model: Any, /, *inputs: Any, expected: Any = None, **kwargs: Any) -> 
     compared = {"the model": len(run.same), **log.checked}
     if log.wrong:
         first = log.wrong[0]
-        place = ProgramSearch(first).find()
+        search = ProgramSearch(first)
+        place = search.find()
         if place is None:
             kind = "collective" if first.reduced else "host program"
             place = Place(kind, first.request.name, first.miss, first.result)
-        return Bisection(Finding(first.request.name, place), compared, log.unchecked)
+        return Bisection(Finding(first.request.name, place, make_repro(search, place)), compared, log.unchecked)
     if misses:
         return Bisection(Finding("", run.pass_over_graphs(misses)), compared, log.unchecked)
     return Bisection(None, compared, log.unchecked)

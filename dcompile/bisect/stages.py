@@ -166,8 +166,17 @@ class ProgramSearch:
         assert found is not None, "the lowered program was wrong just now"
         return Place("lowering", self.request.name, found[1], found[0])
 
-    def part(self, nodes: Sequence[Node]) -> tuple[GraphModule, list[str]]:
-        """A graph of some nodes alone, whose result is that of the last one; and the names of its inputs."""
+    @property
+    def given(self) -> dict[str, Any]:
+        """Value of each node, and of each input before the call."""
+        places = (node.name for node in self.gm.graph.find_nodes(op="placeholder"))
+        return {**self.values, **dict(zip(places, self.call.inputs, strict=True))}
+
+    def part(self, nodes: Sequence[Node], outputs: Any = None) -> tuple[GraphModule, list[str]]:
+        """A graph of some nodes alone, and the names of its inputs.
+
+        Its results are those of `outputs` that it has; without them, the result of the last node.
+        """
         graph, known = Graph(), dict[Node, Node]()
         inputs = [given for node in nodes for given in node.all_input_nodes if given not in nodes]
         for given in dict.fromkeys(inputs):
@@ -177,13 +186,12 @@ class ProgramSearch:
             known[given].meta = dict(given.meta)
         for node in nodes:
             known[node] = graph.node_copy(node, known.__getitem__)
-        result = known[nodes[-1]]
-        if isinstance(result.meta.get("val"), (tuple, list)):
-            value = result.meta["val"]
+        results = [known[node] for node in (outputs or nodes[-1:]) if isinstance(node, Node) and node in known]
+        if isinstance(value := results[-1].meta.get("val"), (tuple, list)):
             place = next(place for place, item in enumerate(value) if isinstance(item, torch.Tensor))
-            result = graph.call_function(operator.getitem, (result, place))
-            result.meta["val"] = value[place]
-        graph.output((result,))
+            results[-1] = graph.call_function(operator.getitem, (results[-1], place))
+            results[-1].meta["val"] = value[place]
+        graph.output(tuple(results))
         return GraphModule(self.gm, graph), [node.name for node in graph.find_nodes(op="placeholder")]
 
     # --- kernels ---

@@ -18,7 +18,6 @@ from torch import nn
 from dcompile import pipeline
 from dcompile.codegen.emit.cpp import ops
 from dcompile.codegen.lower.registry import RULES
-from dcompile.ir.analysis import is_row_store
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Apply, Loop, Program, Value
 from dcompile.passes import Row
@@ -122,7 +121,7 @@ def _exchanged(body: tuple[Value, ...], op: str, other: str) -> tuple[Value, ...
 
 
 def exchanges(op: str, other: str) -> Callable[..., Program]:
-    """Of a pass over programs: one operation of the first loop that has it becomes another, if the pass did anything."""
+    """Of a pass over programs that did something: one operation of the first loop that has it becomes another."""
 
     def spoil(program: Program, before: Program, *_: Any) -> Program:
         steps, done = list(program.steps), program == before
@@ -176,6 +175,9 @@ def retargets(op: Any, other: Any) -> Callable[..., Any]:
     return spoil
 
 
+PLAN, ROWS = "plan_memory_for_peak", "keep_rows_contiguous"
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -198,17 +200,38 @@ def _joint() -> Any:
     return pipeline.JOINT_PASSES
 
 
-aten = torch.ops.aten
+def loops(name: str, spoil: Callable[..., Any]) -> Callable[[], Planted]:
+    return lambda: spoilt(pipeline.loop_passes, name, spoil)
+
+
+def nests(name: str, op: str, other: str) -> Callable[[], Planted]:
+    return lambda: spoilt(pipeline.nest_passes, name, exchanges_in_nest(op, other))
+
+
+def joint(name: str, op: Any, other: Any) -> Callable[[], Planted]:
+    return lambda: spoilt(_joint, name, retargets(op, other))
+
+
+def cpp(op: str, text: str) -> Callable[[], Planted]:
+    return lambda: spelled(op, text)
+
+
+def rule(op: str, other: str) -> Callable[[], Planted]:
+    return lambda: lowered_as(f"aten.{op}", f"aten.{other}")
+
+
+ADD, MUL, SUB = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor
 FAULTS = (
-    Fault("mul is printed as add", "gated", lambda: spelled("mul", "{0} + {1}"), "kernel", "op mul"),
-    Fault("sub is printed in the other order", "perceptron", lambda: spelled("sub", "{1} - {0}"), "kernel", "op sub"),
-    Fault("erf is printed as tanh", "perceptron", lambda: spelled("one_plus_erf", "1 + tanh_({0})"), "kernel", "op one_plus_erf"),
-    Fault("sigmoid has half its input", "gated", lambda: spelled("sigmoid", "sigmoid_({0} / 2)"), "kernel", "op sigmoid"),
-    Fault("GELU is lowered as ReLU", "perceptron", lambda: lowered_as("aten.gelu.default", "aten.relu.default"), "lowering rule", "aten.gelu.default"),
-    Fault("exp is lowered as sinh", "gated", lambda: lowered_as("aten.exp.default", "aten.sinh.default"), "lowering rule", "aten.exp.default"),
-    Fault("fusion swaps an operation", "gated", lambda: spoilt(pipeline.loop_passes, "fuse", exchanges("mul", "add")), "pass", "fuse"),
-    Fault("fusion loses a sign", "attention", lambda: spoilt(pipeline.loop_passes, "fuse", exchanges("sub", "add")), "pass", "fuse"),
-    Fault("memory is used twice", "perceptron", lambda: spoilt(pipeline.loop_passes, "plan_memory_for_peak", reuses_memory), "pass", "plan_memory_for_peak"),
-    Fault("vectors swap an operation", "gated", lambda: spoilt(pipeline.nest_passes, "vectorize", exchanges_in_nest("mul", "add")), "pass", "vectorize"),
-    Fault("a pass over graphs swaps an operation", "attention", lambda: spoilt(_joint, "keep_rows_contiguous", retargets(aten.mul.Tensor, aten.add.Tensor)), "pass", "keep_rows_contiguous"),
-)  # fmt: skip
+    Fault("mul is printed as add", "gated", cpp("mul", "{0} + {1}"), "kernel", "op mul"),
+    Fault("sub is printed the other way", "perceptron", cpp("sub", "{1} - {0}"), "kernel", "op sub"),
+    Fault("erf is printed as tanh", "perceptron", cpp("one_plus_erf", "1 + tanh_({0})"), "kernel", "op one_plus_erf"),
+    Fault("sigmoid has half its input", "attention", cpp("sigmoid", "sigmoid_({0} / 2)"), "kernel", "op sigmoid"),
+    Fault("exp is one part in 1000 off", "gated", cpp("exp", "exp_({0}) * 1.001f"), "kernel", "op exp"),
+    Fault("GELU is lowered as ReLU", "perceptron", rule("gelu.default", "relu.default"), "lowering rule", "gelu"),
+    Fault("exp is lowered as sinh", "gated", rule("exp.default", "sinh.default"), "lowering rule", "aten.exp.default"),
+    Fault("fusion swaps an operation", "gated", loops("fuse", exchanges("mul", "add")), "pass", "fuse"),
+    Fault("fusion loses a sign", "attention", loops("fuse", exchanges("sub", "add")), "pass", "fuse"),
+    Fault("memory is used twice", "perceptron", loops(PLAN, reuses_memory), "pass", PLAN),
+    Fault("vectors swap an operation", "gated", nests("vectorize", "mul", "add"), "pass", "vectorize"),
+    Fault("a joint pass swaps an operation", "attention", joint(ROWS, MUL, ADD), "pass", ROWS),
+)

@@ -38,10 +38,11 @@ from dcompile.verify.reference import copied, in_float64
 
 inputs = torch.load(Path(__file__).with_name("{inputs}"))
 with torch.no_grad():
+    given = copied(inputs)  # before float64, which would be the copies'
+    got = dcompile.compile(graph, options={options})(*copied(inputs))
     same = graph(*copied(inputs))
     with in_float64():
-        exact = graph(*copied(inputs))
-    got = dcompile.compile(graph, options={options})(*copied(inputs))
+        exact = graph(*given)
 for place, results in enumerate(zip(got, same, exact)):
     if isinstance(results[0], torch.Tensor):
         print(f"result {{place}}: {{compare(*results) or '{none}'}}")

@@ -1,0 +1,150 @@
+"""Check each program at its calls: its results against ATen's evaluation of the graph that it was compiled from.
+
+A program is checked on its own inputs, copied before the call, rather than by running the model once more with ATen in
+its place. So one wrong program does not make those after it look wrong, random numbers are the same, and inputs that a
+program changes, or whose memory it reuses, are compared, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.collectives.contract import AnySource, Executable, Foreseen, Request
+from dcompile.compat.dispatch_watch import random_states
+from dcompile.compiler.caching import CachingCompiler
+from dcompile.compiler.driver import Pipeline
+from dcompile.config import Config
+from dcompile.runtime.coordination.heartbeat import SingleProcess
+from dcompile.verify.compare import Miss, compare
+from dcompile.verify.reference import copied, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class WrongCall:
+    """The first call of a program with a wrong result."""
+
+    gm: Any
+    request: Request
+    pipeline: Pipeline
+    inputs: list[Any]
+    """What the program was given, unchanged."""
+    restore: Callable[[], None]
+    """Put random generators into the state before the call."""
+    result: str
+    """Name of the result: that of its node in the graph, or of the input that was changed."""
+    miss: Miss
+    reduced: bool
+    """Whether the result is a gradient that the program has averaged over ranks."""
+
+
+@dataclass(eq=False)
+class CallLog:
+    """What was checked in a run."""
+
+    wrong: list[WrongCall] = field(default_factory=list)
+    """The first wrong call of each program, in order."""
+    checked: dict[str, int] = field(default_factory=dict)
+    """Program -> number of results that were compared."""
+    unchecked: dict[str, str] = field(default_factory=dict)
+    """Program -> why it was not checked."""
+
+
+class CheckingCompiler(CachingCompiler):
+    """Compiler whose programs check themselves in each call. Nothing comes from the cache of graphs."""
+
+    def __init__(self, config: Config, log: CallLog) -> None:
+        super().__init__(config)
+        self.log, self.group = log, None
+
+    def ignores_cache(self) -> bool:
+        """Always True: a graph of the cache may be older than what is at fault."""
+        return True
+
+    def connect_peers(self, group: Any) -> SingleProcess:
+        """See `CachingCompiler`; averages are checked over this group."""
+        self.group = group
+        return super().connect_peers(group)
+
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
+        """See `CachingCompiler`."""
+        return CheckedProgram(super().compile_graph(gm, request, foreseen), gm, request, self)
+
+    def pipeline(self) -> Pipeline:
+        """The stages that compile single graphs."""
+        return self._pipeline()
+
+
+class CheckedProgram:
+    """A program that compares its results in each call, until one is wrong on this rank."""
+
+    def __init__(self, run: Executable, gm: Any, request: Request, compiler: CheckingCompiler) -> None:
+        self.report, self.buckets, self.source = run.report, run.buckets, run.source
+        self._run, self._gm, self._request, self._compiler = run, gm, request, compiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        log, name = self._compiler.log, self._request.name
+        reduces, known = sync and buckets is not None, any(wrong.request.name == name for wrong in log.wrong)
+        if known and not reduces:  # other ranks, which may have found nothing, average with this one
+            return self._run(args, buckets=buckets, sync=sync)
+        if self._request.gathers:
+            log.unchecked[name] = "it gathers sharded parameters, which only it has whole"
+            return self._run(args, buckets=buckets, sync=sync)
+        inputs = copied(args)
+        # tensors that a program may reuse are not held here: it asks whether anybody else does
+        kept = {place: value for place, value in enumerate(args) if place not in self._request.donated}
+        device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        restore = random_states(device)
+        results = self._run(args, buckets=buckets, sync=sync)
+        after = random_states(device)
+        restore()
+        found = self._compare(inputs, copied(results), kept, restore, reduces)
+        after()
+        if found is not None and not known:
+            name_of, miss, reduced = found
+            pipeline = self._compiler.pipeline()
+            log.wrong.append(WrongCall(self._gm, self._request, pipeline, inputs, restore, name_of, miss, reduced))
+        return results
+
+    def _compare(
+        self, inputs: list[Any], results: list[Any], kept: dict[int, Any], restore: Callable[[], None], reduces: bool
+    ) -> tuple[str, Miss, bool] | None:
+        same, same_inputs, _ = evaluate(self._gm, inputs, exact=False)
+        restore()
+        exact, exact_inputs, _ = evaluate(self._gm, inputs, exact=True)
+        names = [str(node) for node in self._gm.graph.output_node().args[0]]
+        given = [node.name for node in self._gm.graph.find_nodes(op="placeholder")]
+        averaged = {place for place, _ in self._request.grads} if reduces else set()
+        rows = [
+            (
+                name,
+                result,
+                self._averaged(one) if place in averaged else one,
+                self._averaged(other) if place in averaged else other,
+                place in averaged,
+            )
+            for place, (name, result, one, other) in enumerate(zip(names, results, same, exact, strict=True))
+        ]
+        rows += [(given[place], value, same_inputs[place], exact_inputs[place], False) for place, value in kept.items()]
+        rows = [row for row in rows if isinstance(row[2], torch.Tensor) or isinstance(row[1], torch.Tensor)]
+        self._compiler.log.checked[self._request.name] = len(rows)
+        for name, result, one, other, reduced in rows:
+            if (miss := compare(result, one, other)) is not None:
+                return name, miss, reduced
+        return None
+
+    def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Average a gradient as DDP does, by torch.distributed."""
+        rule, group = self._request.rule, self._compiler.group
+        wire = rule.wire if rule is not None else ""
+        sent = gradient.to(getattr(torch, wire)) if wire not in ("", "own") else gradient.clone()
+        sent = sent.contiguous() / dist.get_world_size(group)
+        dist.all_reduce(sent, group=group)
+        return sent.to(gradient.dtype)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PlanMismatchError,
         PrecompileError,
         UnsupportedTorchError,
+        WrongResultError,
     )
     from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
@@ -40,6 +41,7 @@ __all__ = [
     "PlanMismatchError",
     "PrecompileError",
     "UnsupportedTorchError",
+    "WrongResultError",
     "bisect",
     "compile",
     "explain",

@@ -267,7 +267,7 @@ class Pipeline:
         if arch is not None:
             self._compilers.prepare(arch, cache)
         kernels = self.emit(program, request, arch)
-        plan = ProgramPlan(Lowered(program, {}), program, kernels, _report(program, kernels))
+        plan = ProgramPlan(Lowered(program, {}), program, kernels, _report(program, kernels, request))
         source = host_program.emit(program, kernels, recycle=False)
         return self.finish(
             PendingGraph(plan, source, self._compilers.begin(kernels, arch, cache)), None, request, cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,19 +108,33 @@ class NodeValues(Interpreter):
         return value
 
 
-def evaluate(gm: GraphModule, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Evaluate a graph of ATen operations: (results, inputs afterwards, value of each node by its name).
+def changed_inputs(gm: GraphModule) -> set[int]:
+    """Positions of the inputs that a graph may change, or hand out as results or views of these."""
+    found = set()
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        mutable = (user for user in node.users if user.op == "output" or _keeps_dtypes(user.target))
+        if next(mutable, None) is not None:
+            found.add(place)
+    return found
 
-    `inputs` are not changed.
+
+def evaluate(
+    gm: GraphModule, inputs: Sequence[Any], *, exact: bool, keep: bool = True, changed: Collection[int] | None = None
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Evaluate a graph of ATen operations: (results, inputs afterwards, value of each node by its name if `keep`).
+
+    `inputs` are not changed. `changed`: positions of those that the graph may change; None is all.
     """
-    given, run = copied(inputs), NodeValues(gm)
+    given = copied([value if changed is None or at in changed else None for at, value in enumerate(inputs)])
+    given = [value if changed is not None and at not in changed else given[at] for at, value in enumerate(inputs)]
+    run = NodeValues(gm) if keep else Interpreter(gm)
     with torch.no_grad():
         if exact:
             with in_float64():
                 results = run.run(*given)
         else:
             results = run.run(*given)
-    return list(results) if isinstance(results, (tuple, list)) else [results], given, run.values
+    return list(results) if isinstance(results, (tuple, list)) else [results], given, getattr(run, "values", {})
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

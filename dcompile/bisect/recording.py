@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcompile.collectives.contract import AnySource, Executable, Foreseen, Request
+from dcompile.collectives.contract import AnySource, Executable, Foreseen, ParamInfo, Request
 from dcompile.compat.dispatch_watch import random_states
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.compiler.driver import Pipeline
@@ -38,8 +38,8 @@ class WrongCall:
     result: str
     """Name of the result: that of its node in the graph, or of the input that was changed."""
     miss: Miss
-    reduced: bool
-    """Whether the result is a gradient that the program has averaged over ranks."""
+    parameter: ParamInfo | None
+    """Of a gradient that the program has averaged over ranks."""
 
 
 @dataclass(eq=False)
@@ -52,6 +52,8 @@ class CallLog:
     """Program -> number of results that were compared."""
     unchecked: dict[str, str] = field(default_factory=dict)
     """Program -> why it was not checked."""
+    group: Any = None
+    """Process group that the model's gradients are averaged over; None without one."""
 
 
 class CheckingCompiler(CachingCompiler):
@@ -59,7 +61,7 @@ class CheckingCompiler(CachingCompiler):
 
     def __init__(self, config: Config, log: CallLog) -> None:
         super().__init__(config)
-        self.log, self.group = log, None
+        self.log = log
 
     def ignores_cache(self) -> bool:
         """Always True: a graph of the cache may be older than what is at fault."""
@@ -67,7 +69,7 @@ class CheckingCompiler(CachingCompiler):
 
     def connect_peers(self, group: Any) -> SingleProcess:
         """See `CachingCompiler`; averages are checked over this group."""
-        self.group = group
+        self.log.group = self.log.group if group is None else group
         return super().connect_peers(group)
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
@@ -108,43 +110,56 @@ class CheckedProgram:
         found = self._compare(inputs, copied(results), kept, restore, reduces)
         after()
         if found is not None and not known:
-            name_of, miss, reduced = found
-            pipeline = self._compiler.pipeline()
-            log.wrong.append(WrongCall(self._gm, self._request, pipeline, inputs, restore, name_of, miss, reduced))
+            log.wrong.append(WrongCall(self._gm, self._request, self._compiler.pipeline(), inputs, restore, *found))
         return results
 
     def _compare(
         self, inputs: list[Any], results: list[Any], kept: dict[int, Any], restore: Callable[[], None], reduces: bool
-    ) -> tuple[str, Miss, bool] | None:
+    ) -> tuple[str, Miss, ParamInfo | None] | None:
         same, same_inputs, _ = evaluate(self._gm, inputs, exact=False)
         restore()
         exact, exact_inputs, _ = evaluate(self._gm, inputs, exact=True)
         names = [str(node) for node in self._gm.graph.output_node().args[0]]
         given = [node.name for node in self._gm.graph.find_nodes(op="placeholder")]
-        averaged = {place for place, _ in self._request.grads} if reduces else set()
+        numbers, infos = (
+            dict(self._request.grads) if reduces else {},
+            {info.number: info for info in self._request.params},
+        )
+        scattered = sharded_results(self._request)
+        averaged = {place: infos.get(number) for place, number in numbers.items()}
         rows = [
             (
                 name,
                 result,
                 self._averaged(one) if place in averaged else one,
                 self._averaged(other) if place in averaged else other,
-                place in averaged,
+                averaged.get(place),
             )
             for place, (name, result, one, other) in enumerate(zip(names, results, same, exact, strict=True))
         ]
-        rows += [(given[place], value, same_inputs[place], exact_inputs[place], False) for place, value in kept.items()]
-        rows = [row for row in rows if isinstance(row[2], torch.Tensor) or isinstance(row[1], torch.Tensor)]
+        rows += [(given[place], value, same_inputs[place], exact_inputs[place], None) for place, value in kept.items()]
+        # shards of a gradient go to their parameters, and the program returns nothing
+        rows = [
+            row for place, row in enumerate(rows)
+            if (isinstance(row[1], torch.Tensor) or isinstance(row[2], torch.Tensor)) and place not in scattered
+        ]  # fmt: skip
         self._compiler.log.checked[self._request.name] = len(rows)
-        for name, result, one, other, reduced in rows:
+        for name, result, one, other, parameter in rows:
             if (miss := compare(result, one, other)) is not None:
-                return name, miss, reduced
+                return name, miss, parameter
         return None
 
     def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
         """Average a gradient as DDP does, by torch.distributed."""
-        rule, group = self._request.rule, self._compiler.group
+        rule, group = self._request.rule, self._compiler.log.group
         wire = rule.wire if rule is not None else ""
         sent = gradient.to(getattr(torch, wire)) if wire not in ("", "own") else gradient.clone()
         sent = sent.contiguous() / dist.get_world_size(group)
         dist.all_reduce(sent, group=group)
         return sent.to(gradient.dtype)
+
+
+def sharded_results(request: Request) -> frozenset[int]:
+    """Positions of gradients of sharded parameters, whose shards a program gives to the parameters."""
+    sharded = {info.number for info in request.params if info.shard is not None}
+    return frozenset(place for place, number in request.grads if number in sharded)

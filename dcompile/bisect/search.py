@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from dcompile.api import ordinary_services
 from dcompile.bisect.recording import CallLog, CheckingCompiler
@@ -27,6 +31,7 @@ from dcompile.verify.reference import in_float64
 
 CALLS = 2
 """Calls that are checked: the second one finds memory of the first in use again."""
+GRADIENT = "gradient of "
 Observed = dict[str, torch.Tensor]
 """Results of a call, gradients, and tensors that it changed, by name."""
 
@@ -58,13 +63,16 @@ class Bisection:
     """Program, or "the model", -> number of tensors that were compared in each call."""
     unchecked: Mapping[str, str] = field(default_factory=dict)
     """Program -> why it was not checked by itself."""
+    others: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> what it found, if that is something else."""
 
     def __bool__(self) -> bool:
-        return self.finding is not None
+        return self.finding is not None or bool(self.others)
 
     def __str__(self) -> str:
         checked = ", ".join(f"{name} ({count} tensors)" for name, count in self.compared.items())
         lines = ["no difference found" if self.finding is None else str(self.finding)]
+        lines += [f"rank {rank}: {text}" for rank, text in self.others.items()]
         lines += [f"compared in {CALLS} calls: {checked}"]
         return "\n".join((*lines, *(f"not checked: {name}: {why}" for name, why in self.unchecked.items())))
 
@@ -79,18 +87,43 @@ def bisect(model: Any, /, *inputs: Any, expected: Any = None, **kwargs: Any) -> 
     """
     run = _Runs(model, inputs, kwargs, expected)
     log, misses = run.compiled(run.config)
-    compared = {"the model": len(run.same), **log.checked}
-    if log.wrong:
-        first = log.wrong[0]
-        search = ProgramSearch(first)
-        place = search.find()
-        if place is None:
-            kind = "collective" if first.reduced else "host program"
-            place = Place(kind, first.request.name, first.miss, first.result)
-        return Bisection(Finding(first.request.name, place, make_repro(search, place)), compared, log.unchecked)
-    if misses:
-        return Bisection(Finding("", run.pass_over_graphs(misses)), compared, log.unchecked)
-    return Bisection(None, compared, log.unchecked)
+    finding, group = _in_programs(log), log.group
+    said = _of_all_ranks("" if finding is None else str(finding), group)
+    differs = any(_of_all_ranks(bool(misses), group))
+    if not any(said) and differs and group is not None:  # programs that gather nothing can all be checked
+        stock, left = run.compiled(replace(run.config, distributed="stock"))
+        finding = _in_programs(stock)
+        said = _of_all_ranks("" if finding is None else str(finding), group)
+        if not any(said) and not any(_of_all_ranks(bool(left), group)):
+            name, miss = next(iter(misses.items()), ("", Miss("it is right on this rank")))
+            notes = ("with distributed='stock' the model is right",)
+            finding = Finding("", Place("collective", "of dcompile for the wrapper", miss, name, notes=notes))
+            said = [str(finding)]
+    if not any(said):
+        if differs:
+            finding = Finding("", run.pass_over_graphs(misses, group))
+        elif (place := run.difference_of_ranks(group)) is not None:
+            finding = Finding("", place)
+    others = {rank: text for rank, text in enumerate(said) if text and finding is None}
+    return Bisection(finding, {"the model": len(run.same), **log.checked}, log.unchecked, others)
+
+
+def _in_programs(log: CallLog) -> Finding | None:
+    """What makes the first wrong program wrong."""
+    if not log.wrong:
+        return None
+    search = ProgramSearch(log.wrong[0])
+    place = search.find()
+    return Finding(search.request.name, place, make_repro(search, place))
+
+
+def _of_all_ranks(value: Any, group: Any) -> list[Any]:
+    """The value on each rank; all of them call this."""
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class _Runs:
@@ -104,11 +137,16 @@ class _Runs:
         self.module = model if isinstance(model, Module) else None
         self.target = model if self.module is not None else original_function(model)
         self.inputs, self.kwargs = inputs, kwargs
+        self.newest: Observed = {}
+        """What was observed in the newest compiled call."""
+        named = self.module.named_parameters() if self.module is not None else ()
+        self.replicated = {name for name, value in named if not isinstance(value, DTensor)}
         with self._state(), _uncompiled(self.module):
             before = torch.get_rng_state()
             self.same = self._observed(self.target)
             self.draws = not torch.equal(before, torch.get_rng_state())
-        with self._state(), _uncompiled(self.module), in_float64(trains=True):
+        wrapped = isinstance(model, DistributedDataParallel) or len(self.replicated) < self._count()
+        with self._state(), _uncompiled(self.module), self._rounded() if wrapped else in_float64(trains=True):
             self.exact = self._observed(self.target)
         if expected is not None:
             given = _named(expected)
@@ -132,20 +170,32 @@ class _Runs:
                 target = compile_function(target, settings, services(config))
             for _ in range(calls):
                 with self._state():
-                    got = self._observed(target)
+                    got = self.newest = self._observed(target)
                 for name in dict.fromkeys((*self.same, *got)):
                     miss = compare(got.get(name), self.same.get(name), self.exact.get(name))
                     if miss is not None:
                         misses.setdefault(name, miss)
         return log, misses
 
-    def pass_over_graphs(self, misses: Mapping[str, Miss]) -> Place:
-        """The pass over FX graphs without which the model is right, or else what is left."""
-        name, miss = next(iter(misses.items()))
+    def difference_of_ranks(self, group: Any) -> Place | None:
+        """The first gradient or parameter that ranks do not hold alike, of a model that each holds as a whole."""
+        whole = {name: value for name, value in self.newest.items() if name.removeprefix(GRADIENT) in self.replicated}
+        digests = {
+            name: hashlib.sha256(value.cpu().view(torch.uint8).numpy()).hexdigest() for name, value in whole.items()
+        }
+        for rank, other in enumerate(found := _of_all_ranks(digests, group)):
+            for name, digest in found[0].items():
+                if other.get(name) != digest:
+                    return Place("ranks", f"rank {rank} differs from rank 0", Miss("their bits differ"), name)
+        return None
+
+    def pass_over_graphs(self, misses: Mapping[str, Miss], group: Any) -> Place:
+        """The pass over FX graphs without which the model is right on all ranks, or else what is left."""
+        name, miss = next(iter(misses.items()), ("", Miss("it is right on this rank")))
         rows = [row.name for row in (*DYNAMO_PASSES, *JOINT_PASSES)]
 
         def is_wrong(config: Config) -> bool:
-            return bool(self.compiled(config, calls=1)[1])
+            return any(_of_all_ranks(bool(self.compiled(config, calls=1)[1]), group))
 
         until = first_wrong(rows, lambda row: is_wrong(replace(self.config, until=row)))
         if until is not None and not is_wrong(replace(self.config, skip=until)):
@@ -155,6 +205,23 @@ class _Runs:
         aten = is_wrong(replace(self.config, kernels="aten"))
         note = "it is wrong with kernels='aten', too" if aten else "it is right with kernels='aten'"
         return Place("capture", "or a pass that cannot be skipped", miss, name, notes=(note,))
+
+    def _count(self) -> int:
+        return sum(1 for _ in self.module.parameters()) if self.module is not None else 0
+
+    @contextlib.contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """Change each parameter by about one rounding. What that changes stands for the error of eager's dtypes.
+
+        For data-parallel wrappers, whose memory for collectives has no float64 form.
+        """
+        with torch.no_grad():
+            for parameter in self.module.parameters() if self.module is not None else ():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if local.is_floating_point():
+                    signs = torch.arange(local.numel(), device=local.device).reshape(local.shape) % 3 - 1
+                    local.mul_(1 + torch.finfo(local.dtype).eps * signs)
+        yield
 
     @contextlib.contextmanager
     def _state(self) -> Iterator[None]:
@@ -181,9 +248,9 @@ class _Runs:
         if learning:
             sum(_weighted(value) for value in learning).backward()  # type: ignore[union-attr]
         for name, value in self._state_of_module():
-            observed[name] = value.detach().clone()
-            if value.grad is not None and value.is_leaf:
-                observed[f"gradient of {name}"] = value.grad.detach().clone()
+            observed[name] = _local(value)
+            if value.is_leaf and value.grad is not None:
+                observed[GRADIENT + name] = _local(value.grad)
         return observed
 
     def _state_of_module(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -192,6 +259,11 @@ class _Runs:
             yield from self.module.named_buffers()
         for place, value in enumerate(self._tensors()):
             yield f"input {place}", value
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """Copy of what this rank holds of a tensor."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def _named(result: Any) -> Observed:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from dcompile.bisect.recording import WrongCall
+from dcompile.bisect.recording import WrongCall, sharded_results
 from dcompile.codegen.lower.fx_nodes import has_effect, op_text, origin_of
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.schedule.memory.plan import plan_memory
@@ -23,7 +23,7 @@ from dcompile.compiler.driver import Pipeline
 from dcompile.ir.analysis import inner_names, outer_names, row_values
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import as_index, var
-from dcompile.ir.nodes import Apply, Extern, Loop, Program, Reduce, Scan, Step, Store, View
+from dcompile.ir.nodes import SCALE, Apply, Extern, Loop, Program, Reduce, Scan, Step, Store, View, map_arguments
 from dcompile.passes import Row
 from dcompile.pipeline import launch_passes, loop_passes, nest_passes
 from dcompile.runtime.cache.disk import KernelCache
@@ -75,8 +75,23 @@ class ProgramSearch:
         self.stages = dict(self.pipeline.stages(plan.lowered.program, self.request))
         self._constants = plan.lowered.constants
 
-    def find(self) -> Place | None:
-        """Return the first place that is wrong, or None if all that one process can check is right."""
+    def find(self) -> Place:
+        """Return the first place that is wrong."""
+        return self._stage() or self._step() or self._rest()
+
+    def _rest(self) -> Place:
+        """What is left where all that one process can check by itself is right."""
+        call, (*_, program) = self.call, self.stages.values()
+        if call.parameter is None:
+            return Place("host program", self.request.name, call.miss, call.result)
+        number = call.parameter.number
+        bucket = next((bucket for bucket in program.buckets if number in bucket.params), None)
+        kind, name = ("collective", "") if bucket is None else (bucket.kind, bucket.name)
+        notes = (f"gradient of {call.parameter.fqn}", "the program is right up to its collectives")
+        return Place("collective", f"{kind} of {name}", call.miss, call.result, notes=notes)
+
+    def _stage(self) -> Place | None:
+        """The first pass over the program after which it is wrong, or the lowering."""
         name = first_wrong([*self.stages], lambda stage: self._miss(self.stages[stage]) is not None)
         if name == "lower":
             return self._rule()
@@ -85,7 +100,7 @@ class ProgramSearch:
             assert found is not None, "it was wrong just now"
             row = next(row for row in loop_passes() if row.name == name)
             return Place("pass", name, found[1], found[0], notes=self._confirmed(name, required=row.required))
-        return self._step()
+        return None
 
     # --- the program after each pass ---
 
@@ -104,7 +119,12 @@ class ProgramSearch:
         """First output, or input that was changed, that differs from ATen's."""
         outputs, contents = self._run(program).tensors()
         names = [str(node) for node in self.gm.graph.output_node().args[0]]
-        rows = list(zip(names, outputs, self._same, self._exact, strict=True))
+        sharded = sharded_results(self.request)
+        rows = [
+            row
+            for place, row in enumerate(zip(names, outputs, self._same, self._exact, strict=True))
+            if place not in sharded
+        ]
         written = frozenset().union(*(step.writes for step in program.steps)) - {*program.donated}
         for place, name in enumerate(program.inputs[: len(self._same_inputs)]):
             if name in written:
@@ -302,6 +322,8 @@ def _alone(program: Program, step: Loop | Extern, machine: AtenMachine) -> Progr
     buffers = tuple(replace(table[name], storage=None) for name in dict.fromkeys((*names, *made)))
     views = tuple(View(name, table[name].shape, table[name].strides) for name in made)
     inputs = (*machine.symbols, *dict.fromkeys(names))
+    if isinstance(step, Extern):  # of the average over one rank
+        step = map_arguments(step, lambda arg: 1.0 if arg == SCALE else arg)
     return Program(f"{program.name}_step", inputs, views, buffers, (step,))
 
 

@@ -36,6 +36,18 @@ def _scatters_halves() -> Any:
     return patch.object(fsdp_shards.ShardCommunication, "start_scatter", wrong)
 
 
+def _adds_on_rank_1() -> Any:
+    """Rank 1 changes what it has received by a rounding, which is no error by itself."""
+    right = ddp_buckets.BucketSet.wait
+
+    def wrong(self: Any, bucket: str, memory: Any) -> None:
+        right(self, bucket, memory)
+        if torch.distributed.get_rank() == 1:
+            memory.flat.mul_(1 + 2**-23)
+
+    return patch.object(ddp_buckets.BucketSet, "wait", wrong)
+
+
 def planted(wrapper: str, fault: str) -> tuple[str, str, list[str]]:
     """Kind and name of the place that this rank names, and its report."""
     module, x = make("gated")
@@ -44,8 +56,11 @@ def planted(wrapper: str, fault: str) -> tuple[str, str, list[str]]:
         module = DistributedDataParallel(module)
     else:
         torch.distributed.fsdp.fully_shard(module)
-    faults = {"": contextlib.nullcontext, "divisor": _divides_by_one_more, "scatter": _scatters_halves} | {
-        f.name: f.plant for f in FAULTS
+    faults = {fault.name: fault.plant for fault in FAULTS} | {
+        "": contextlib.nullcontext,
+        "divisor": _divides_by_one_more,
+        "scatter": _scatters_halves,
+        "one rank": _adds_on_rank_1,
     }
     with faults[fault]():
         found = dcompile.bisect(module, x)

@@ -42,3 +42,8 @@ def test_a_wrong_reduce_scatter_is_found_to_be_a_collective(ranks: Ranks) -> Non
 def test_a_wrong_kernel_is_found_under_fsdp2(ranks: Ranks) -> None:
     for kind, _, text in ranks.run(CASES + "planted", 200, wrapper="fsdp2", fault="mul is printed as add"):
         assert kind == "kernel" and "op mul" in text, text
+
+
+def test_ranks_that_differ_from_each_other_are_named(ranks: Ranks) -> None:
+    for kind, name, text in ranks.run(CASES + "planted", 200, wrapper="ddp", fault="one rank"):
+        assert (kind, name) == ("ranks", "rank 1 differs from rank 0"), text

@@ -7,6 +7,7 @@ program changes, or whose memory it reuses, are compared, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,6 +54,10 @@ class CallLog:
     """Program -> number of results that were compared."""
     unchecked: dict[str, str] = field(default_factory=dict)
     """Program -> why it was not checked."""
+    calls: int | None = None
+    """Calls of each program to check, the first ones; None: all."""
+    seen: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """(program, whether it reduces gradients) -> calls so far. Those that reduce are as many on all ranks."""
     group: Any = None
     """Process group that the model's gradients are averaged over; None without one."""
     fresh = True
@@ -60,6 +65,9 @@ class CallLog:
 
     def due(self, name: str, reduces: bool) -> bool:
         """Whether this call of a program is checked: each, until it was wrong; other ranks may have found nothing."""
+        self.seen[name, reduces] += 1
+        if self.calls is not None and self.seen[name, reduces] > self.calls:
+            return False
         return reduces or not any(wrong.request.name == name for wrong in self.wrong)
 
     def missed(
@@ -115,8 +123,8 @@ class CheckedProgram:
         self._run, self._gm, self._request, self._compiler = run, gm, request, compiler
         self._changed = changed_inputs(gm) | {*request.donated}
         self._device = torch.device("cpu")
-        if request.gathers or any(info.shard is not None for info in request.params):
-            compiler.log.unchecked[request.name] = "it has sharded parameters, which only it has whole"
+        if request.gathers:
+            compiler.log.unchecked[request.name] = "it gathers sharded parameters, which only it has whole"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
@@ -151,9 +159,10 @@ class CheckedProgram:
             return None
         got = [*results, *kept.values()]
         self._compiler.log.checked[self._request.name] = sum(isinstance(value, torch.Tensor) for value in same)
+        scattered = sharded_results(self._request)  # shards go to their parameters, and the program returns nothing
         places = [*range(len(results)), *(len(results) + place for place in kept)]
         doubt = [at for at, place in enumerate(places) if self._is_compared(got[at], same[place])
-                 and compare(got[at], same[place], None) is not None]  # fmt: skip
+                 and place not in scattered and compare(got[at], same[place], None) is not None]  # fmt: skip
         if not self._anyone(bool(doubt), reduces):
             return None
         restore()
@@ -182,8 +191,9 @@ class CheckedProgram:
         if self._anyone(bool(failed), reduces):
             self._compiler.log.unchecked[self._request.name] = failed or "ATen does not evaluate it on another rank"
             return None
+        scattered = sharded_results(self._request)
         for place, _ in self._request.grads if reduces else ():
-            if results[place] is not None:
+            if results[place] is not None and place not in scattered:
                 results[place] = self._averaged(results[place])
         return [*results, *after]
 
@@ -208,6 +218,12 @@ class CheckedProgram:
         sent = sent.contiguous() / dist.get_world_size(group)
         dist.all_reduce(sent, group=group)
         return sent.to(gradient.dtype)
+
+
+def sharded_results(request: Request) -> frozenset[int]:
+    """Positions of gradients of sharded parameters, whose shards a program gives to the parameters."""
+    sharded = {info.number for info in request.params if info.shard is not None}
+    return frozenset(place for place, number in request.grads if number in sharded)
 
 
 def sharded_results(request: Request) -> frozenset[int]:

@@ -87,12 +87,12 @@ def bisect(model: Any, /, *inputs: Any, expected: Any = None, **kwargs: Any) -> 
     """
     run = _Runs(model, inputs, kwargs, expected)
     log, misses = run.compiled(run.config)
-    finding, group = _in_programs(log), log.group
+    finding, group = find_in_programs(log), log.group
     said = _of_all_ranks("" if finding is None else str(finding), group)
     differs = any(_of_all_ranks(bool(misses), group))
     if not any(said) and differs and group is not None:  # programs that gather nothing can all be checked
         stock, left = run.compiled(replace(run.config, distributed="stock"))
-        finding = _in_programs(stock)
+        finding = find_in_programs(stock)
         said = _of_all_ranks("" if finding is None else str(finding), group)
         if not any(said) and not any(_of_all_ranks(bool(left), group)):
             name, miss = next(iter(misses.items()), ("", Miss("it is right on this rank")))
@@ -108,7 +108,7 @@ def bisect(model: Any, /, *inputs: Any, expected: Any = None, **kwargs: Any) -> 
     return Bisection(finding, {"the model": len(run.same), **log.checked}, log.unchecked, others)
 
 
-def _in_programs(log: CallLog) -> Finding | None:
+def find_in_programs(log: CallLog) -> Finding | None:
     """What makes the first wrong program wrong."""
     if not log.wrong:
         return None
@@ -180,9 +180,8 @@ class _Runs:
     def difference_of_ranks(self, group: Any) -> Place | None:
         """The first gradient or parameter that ranks do not hold alike, of a model that each holds as a whole."""
         whole = {name: value for name, value in self.newest.items() if name.removeprefix(GRADIENT) in self.replicated}
-        digests = {
-            name: hashlib.sha256(value.cpu().view(torch.uint8).numpy()).hexdigest() for name, value in whole.items()
-        }
+        bits = {name: value.cpu().contiguous().reshape(-1).view(torch.uint8) for name, value in whole.items()}
+        digests = {name: hashlib.sha256(bytes(value.tolist())).hexdigest() for name, value in bits.items()}
         for rank, other in enumerate(found := _of_all_ranks(digests, group)):
             for name, digest in found[0].items():
                 if other.get(name) != digest:

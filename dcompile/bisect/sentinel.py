@@ -7,7 +7,6 @@ same one. A check copies what the program may change of its inputs, runs it, and
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -36,12 +35,11 @@ class Sentinel(CallLog):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config
-        self._calls: Counter[tuple[str, bool]] = Counter()
 
     def due(self, name: str, reduces: bool) -> bool:
         """Whether this call is checked. Those that reduce gradients are counted apart: all ranks make as many."""
-        period, at = divmod(self._calls[name, reduces], self._config.sentinel)
-        self._calls[name, reduces] += 1
+        period, at = divmod(self.seen[name, reduces], self._config.sentinel)
+        self.seen[name, reduces] += 1
         return at == Random(f"{name} {period}").randrange(self._config.sentinel)
 
     def missed(
@@ -52,7 +50,7 @@ class Sentinel(CallLog):
         Raises WrongResultError with `on_miss="stop"`, or if ATen's program would reduce other buckets.
         """
         said = "wrong on another rank" if wrong is None else self._report(name, wrong)
-        call = sum(self._calls[name, reduces] for reduces in (False, True))
+        call = sum(self.seen[name, reduces] for reduces in (False, True))
         said = f"sentinel: {name} in call {call}: {said}"
         if self._config.on_miss == "stop":
             raise WrongResultError(f"dcompile: {said}; on_miss='stop' ends the job here")

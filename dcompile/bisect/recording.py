@@ -21,6 +21,7 @@ from dcompile.compat.dispatch_watch import random_states
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
+from dcompile.runtime.communication.ddp_buckets import BucketSet
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 from dcompile.verify.compare import Miss, compare
 from dcompile.verify.reference import changed_inputs, copied, evaluate
@@ -109,7 +110,7 @@ class CheckingCompiler(CachingCompiler):
 
     def pipeline(self) -> Pipeline:
         """The stages that compile single graphs."""
-        return self._pipeline()
+        return Pipeline(replace(self.config, dump=""))
 
 
 class CheckedProgram:
@@ -132,6 +133,8 @@ class CheckedProgram:
     def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         log, name = self._compiler.log, self._request.name
         reduces = sync and buckets is not None
+        if self.buckets is not self._run.buckets and isinstance(buckets, BucketSet):
+            buckets.serve(self._run.buckets)
         if name in log.unchecked or not log.due(name, reduces):
             return self._run(args, buckets=buckets, sync=sync)
         copies = copied([value if place in self._changed else None for place, value in enumerate(args)])
@@ -218,12 +221,6 @@ class CheckedProgram:
         sent = sent.contiguous() / dist.get_world_size(group)
         dist.all_reduce(sent, group=group)
         return sent.to(gradient.dtype)
-
-
-def sharded_results(request: Request) -> frozenset[int]:
-    """Positions of gradients of sharded parameters, whose shards a program gives to the parameters."""
-    sharded = {info.number for info in request.params if info.shard is not None}
-    return frozenset(place for place, number in request.grads if number in sharded)
 
 
 def sharded_results(request: Request) -> frozenset[int]:

@@ -35,6 +35,7 @@ class Sentinel(CallLog):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._config = config
+        self._replaced: set[str] = set()
 
     def due(self, name: str, reduces: bool) -> bool:
         """Whether this call is checked. Those that reduce gradients are counted apart: all ranks make as many."""
@@ -47,15 +48,19 @@ class Sentinel(CallLog):
     ) -> Executable:
         """Report a miss of this rank, or of another one (None), and return the program to run from now on.
 
-        Raises WrongResultError with `on_miss="stop"`, or if ATen's program would reduce other buckets.
+        Raises WrongResultError with `on_miss="stop"`, for a program that is wrong on ATen's kernels as well (then a
+        collective is, or what a program is given), and if ATen's program would reduce other buckets.
         """
         said = "wrong on another rank" if wrong is None else self._report(name, wrong)
         call = sum(self.seen[name, reduces] for reduces in (False, True))
         said = f"sentinel: {name} in call {call}: {said}"
         if self._config.on_miss == "stop":
             raise WrongResultError(f"dcompile: {said}; on_miss='stop' ends the job here")
+        if name in self._replaced:
+            raise WrongResultError(f"dcompile: {said}; it was running on ATen's kernels, so no kernel is at fault")
+        self._replaced.add(name)
         replacement = on_aten()
-        if replacement.buckets != run.buckets:
+        if [b.exchanged for b in replacement.buckets] != [b.exchanged for b in run.buckets]:
             raise WrongResultError(
                 f"dcompile: {said}; with ATen's kernels it would reduce other buckets, so it ends here"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from typing import Any
 from unittest.mock import patch
 
@@ -66,3 +67,52 @@ def planted(wrapper: str, fault: str) -> tuple[str, str, list[str]]:
         found = dcompile.bisect(module, x)
     place = None if found.finding is None else found.finding.place
     return ("", "", str(found)) if place is None else (place.kind, place.name, str(found))
+
+
+def _memory_used_twice() -> Any:
+    return next(fault for fault in FAULTS if fault.name == "memory is used twice").plant()
+
+
+def watched(fault: str, steps: int) -> tuple[list[float], list[float], list[str], str]:
+    """Losses under DDP with a sentinel of every second call, stock's, notes about it, and the error that ended it."""
+    faults = {fault.name: fault.plant for fault in FAULTS} | {
+        "": contextlib.nullcontext,
+        "divisor": _divides_by_one_more,
+        "one rank": lambda: _memory_used_twice() if torch.distributed.get_rank() else contextlib.nullcontext(),
+    }
+    stock, compiled, error = trained(steps, None), list[float](), ""
+    found: list[str] = []
+    with faults[fault](), tempfile.TemporaryDirectory() as folder:
+        options = {
+            "sentinel": 2,
+            "cache_dir": folder,
+            "dump": folder,
+            "share_artifacts": False,
+            "receipt": False,
+            "verify": False,
+        }
+        try:
+            compiled = trained(steps, options, found)
+        except dcompile.WrongResultError as reason:
+            error = str(reason)
+    return compiled, stock, found, error
+
+
+def trained(steps: int, options: dict[str, Any] | None, found: list[str] | None = None) -> list[float]:
+    """Losses of a model under DDP; `found` gets what its receipt says of the sentinel."""
+    module, x = make("perceptron")
+    x = x.detach() + torch.distributed.get_rank()
+    wrapped = DistributedDataParallel(module)
+    if options is not None:
+        dcompile.compile(wrapped, options=options)
+    optimizer, losses = torch.optim.SGD(wrapped.parameters(), lr=0.01), []
+    for _ in range(steps):
+        loss = wrapped(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if found is not None:
+        receipt = dcompile.receipt(wrapped)
+        found += [note for note in receipt.notes if note.startswith("sentinel")] + [*receipt.fallbacks]
+    return losses

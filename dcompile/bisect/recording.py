@@ -7,6 +7,7 @@ program changes, or whose memory it reuses, are compared, too.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -151,6 +152,8 @@ class CheckedProgram:
             pipeline, on_aten = self._compiler.pipeline(), partial(self._compiler.on_aten, self._gm, self._request)
             wrong = found and WrongCall(self._gm, self._request, pipeline, copied(inputs), restore, *found)
             self._run = log.missed(name, wrong, self._run, on_aten)
+            # errors that the search has caught may hold results, and autograd then copies gradients, on this rank alone
+            gc.collect()
         return results
 
     def _compare(

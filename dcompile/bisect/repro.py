@@ -77,8 +77,10 @@ class Repro:
         return any(NONE not in line for line in self.run().splitlines())
 
 
-def make_repro(search: ProgramSearch, place: Place) -> Repro | None:
+def make_repro(search: ProgramSearch, place: Place, *, runs: bool = True) -> Repro | None:
     """The smallest of a few graphs that shows the difference in a script of `MAX_LINES`; None if none does.
+
+    Without `runs`, none is tried, and the first is returned: a backward that is running must not compile.
 
     The first is of the operations that the wrong kernel computes; the last is the whole graph.
     """
@@ -95,7 +97,7 @@ def make_repro(search: ProgramSearch, place: Place) -> Repro | None:
         code = single.code.strip().replace("def forward(self, ", "def graph(")
         text = _TEXT.format(what=what, inputs=INPUTS, graph=code, options=options, none=NONE)
         repro = Repro(text, [search.given[name] for name in names])
-        if text.count("\n") <= MAX_LINES and repro.differs:
+        if text.count("\n") <= MAX_LINES and (not runs or repro.differs):
             return repro
     return None
 

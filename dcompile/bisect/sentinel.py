@@ -75,7 +75,7 @@ class Sentinel(CallLog):
         try:
             search = ProgramSearch(wrong)
             place = search.find()
-            repro = None if place is None else make_repro(search, place)
+            repro = None if place is None else make_repro(search, place, runs=False)
         except Exception as error:  # the job goes on, whatever the search fails at
             return f"{said}; searching for the place failed: {type(error).__name__}: {error}"
         if place is not None:
@@ -83,4 +83,4 @@ class Sentinel(CallLog):
         if repro is None:
             return said
         directory = Path(self._config.dump or DIRECTORY) / f"rank{rank()}" / name
-        return f"{said}; {repro.save(directory)} repeats it"
+        return f"{said}; {repro.save(directory)} has its inputs"

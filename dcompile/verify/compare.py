@@ -86,7 +86,7 @@ def _worst(
     count = int(wrong.sum())
     if not count:
         return None
-    place = int(torch.where(wrong, excess, -1.0).argmax())
-    position = tuple(int(at) for at in torch.unravel_index(torch.tensor(place), got.shape))
+    place = torch.where(wrong, excess, -1.0).argmax()
+    position = tuple(int(at) for at in torch.unravel_index(place, got.shape))
     bound = float(allowed[position]) if isinstance(allowed, torch.Tensor) else allowed
     return Miss("", position, float(got[position]), float(wanted[position]), bound, count, got.numel())

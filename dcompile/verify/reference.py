@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from dcompile.compat.autograd import backward_task
 from dcompile.compat.dispatch_watch import computing
 from dcompile.compat.pytree import map_only
+from dcompile.compat.tensors import converts
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.interpret import Machine
 from dcompile.ir.library_ops import COPY_EACH
@@ -29,7 +30,7 @@ from dcompile.operators.random_ops import is_random
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64", *BYTES))
 """Names of the dtypes that become float64 in the exact evaluation of a program."""
 Function = Callable[..., Any]
-Apart = Callable[[str], Function]
+OwnFunction = Callable[[str], Function]
 """The function of an op that is not in `torch.ops`: `runtime.program.workspace.function`."""
 
 
@@ -62,7 +63,7 @@ def in_float64(*, trains: bool = False) -> Any:
     """
 
     def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if trains and op is torch.ops.aten._to_copy.default and backward_task() >= 0:
+        if trains and converts(op) and backward_task() >= 0:
             return op(*args, **kwargs)
         return _exactly(op, args, kwargs)
 
@@ -143,11 +144,11 @@ def evaluate(
 class AtenMachine(Machine):
     """The interpreter of programs, with ATen for library calls. With `exact`, every number is in float64.
 
-    `apart`: see `Apart`. Gradients are averaged over one rank.
+    Gradients are averaged over one rank.
     """
 
-    def __init__(self, program: Program, inputs: Mapping[str, Any], apart: Apart, *, exact: bool = False) -> None:
-        self._apart, self._exact = apart, exact
+    def __init__(self, program: Program, inputs: Mapping[str, Any], own: OwnFunction, *, exact: bool = False) -> None:
+        self._own, self._exact = own, exact
         self._names = {"torch": torch, "inf": math.inf, "nan": math.nan, "_scale": 1.0}
         program = in_float64_program(program) if exact else program
         super().__init__(program, {name: to_array(value, exact=exact) for name, value in inputs.items()}, {})
@@ -159,8 +160,8 @@ class AtenMachine(Machine):
         named = {name: self._given(arg, given) for name, arg in step.kwargs}
         if step.op == COPY_EACH:
             results = arguments[0]
-        elif step.op.split(".", 1)[0] in _APART:
-            results = self._apart(step.op)(*arguments, **named)
+        elif step.op.split(".", 1)[0] in _OUTSIDE:
+            results = self._own(step.op)(*arguments, **named)
         else:
             function = operator.attrgetter(step.op)(torch.ops)
             results = _exactly(function, arguments, named) if self._exact else function(*arguments, **named)
@@ -205,7 +206,7 @@ class AtenMachine(Machine):
         return outputs, {name: to_tensor(value, self.table[name].dtype) for name, value in result.inputs.items()}
 
 
-_APART = frozenset(("dcompile", "operator", "math", "builtins", "torch"))
+_OUTSIDE = frozenset(("dcompile", "operator", "math", "builtins", "torch"))
 """First words of ops that are not in `torch.ops`."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcompile.collectives.contract import AnySource, Executable, Foreseen, ParamInfo, Request
+from dcompile.collectives.contract import AnySource, Executable, Foreseen, ParamInfo, ProgramReport, Request
 from dcompile.compat.dispatch_watch import random_states
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.compiler.driver import Pipeline
@@ -71,6 +71,10 @@ class CallLog:
         if self.calls is not None and self.seen[name, reduces] > self.calls:
             return False
         return reduces or not any(wrong.request.name == name for wrong in self.wrong)
+
+    def leave(self, name: str, why: str, report: ProgramReport) -> None:
+        """Check a program no more."""
+        self.unchecked[name] = why
 
     def missed(
         self, name: str, wrong: WrongCall | None, run: Executable, on_aten: Callable[[], Executable]
@@ -126,7 +130,7 @@ class CheckedProgram:
         self._changed = changed_inputs(gm) | {*request.donated}
         self._device = torch.device("cpu")
         if request.gathers:
-            compiler.log.unchecked[request.name] = "it gathers sharded parameters, which only it has whole"
+            compiler.log.leave(request.name, "it gathers sharded parameters, which only it has whole", self.report)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
@@ -192,10 +196,11 @@ class CheckedProgram:
         results, after, failed = list[Any](), list[Any](), ""
         try:
             results, after, _ = evaluate(self._gm, inputs, exact=exact, keep=False, changed=self._changed)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             failed = f"ATen does not evaluate it: {type(error).__name__}: {error}"
         if self._anyone(bool(failed), reduces):
-            self._compiler.log.unchecked[self._request.name] = failed or "ATen does not evaluate it on another rank"
+            why = failed or "ATen does not evaluate it on another rank"
+            self._compiler.log.leave(self._request.name, why, self.report)
             return None
         scattered = sharded_results(self._request)
         for place, _ in self._request.grads if reduces else ():

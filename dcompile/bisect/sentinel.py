@@ -14,7 +14,7 @@ from random import Random
 from dcompile.bisect.recording import CallLog, WrongCall
 from dcompile.bisect.repro import make_repro
 from dcompile.bisect.stages import ProgramSearch
-from dcompile.collectives.contract import Executable
+from dcompile.collectives.contract import Executable, ProgramReport
 from dcompile.config import Config
 from dcompile.errors import WrongResultError
 from dcompile.logs import rank
@@ -42,6 +42,11 @@ class Sentinel(CallLog):
         period, at = divmod(self.seen[name, reduces], self._config.sentinel)
         self.seen[name, reduces] += 1
         return at == Random(f"{name} {period}").randrange(self._config.sentinel)
+
+    def leave(self, name: str, why: str, report: ProgramReport) -> None:
+        """Check a program no more, and say so in the receipt."""
+        super().leave(name, why, report)
+        report.notes.append(f"sentinel: {name} is not checked: {why}")
 
     def missed(
         self, name: str, wrong: WrongCall | None, run: Executable, on_aten: Callable[[], Executable]

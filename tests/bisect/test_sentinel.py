@@ -12,6 +12,7 @@ import torch
 
 import dcompile
 from dcompile.bisect.sentinel import REPLACED, Sentinel
+from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import OptionError, WrongResultError
 from tests.distributed.harness import Ranks
@@ -134,3 +135,29 @@ def test_a_fault_of_one_rank_is_known_to_the_other(pair: Ranks) -> None:
 def test_a_wrong_collective_ends_the_job_on_both_ranks(pair: Ranks) -> None:
     for _, _, _, error in pair.run(CASE, 200, fault="divisor", steps=8):
         assert "no kernel is at fault" in error
+
+
+def test_what_is_not_checked_is_a_note_of_the_receipt() -> None:
+    sentinel, report = Sentinel(Config(sentinel=1)), ProgramReport()
+    sentinel.leave("forward0", "ATen does not evaluate it", report)
+    assert report.notes == ["sentinel: forward0 is not checked: ATen does not evaluate it"]
+    assert "forward0" in sentinel.unchecked
+
+
+def test_steps_with_the_update_in_the_backward_are_checked(tmp_path: Path) -> None:
+    module, x = make("perceptron")
+    stock, _ = make("perceptron")
+    torch.compiler.reset()
+    options = {"sentinel": 1, "receipt": False, "cache_dir": str(tmp_path)}
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (module, stock))
+    dcompile.compile(module, optimizer=optimizer, options=options)
+    for _ in range(4):
+        for model, its in ((module, optimizer), (stock, other)):
+            model(x.detach()).square().sum().backward()
+            its.step()
+            its.zero_grad()
+    for got, wanted in zip(module.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted)
+    receipt = dcompile.receipt(module)
+    assert REPLACED not in receipt.fallbacks and not [note for note in receipt.notes if "sentinel" in note]
+    assert "the updates of 3 steps ran in the backward's program" in str(receipt)

@@ -112,7 +112,8 @@ class NodeValues(Interpreter):
 def evaluate(gm: GraphModule, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Evaluate a graph of ATen operations: (results, inputs afterwards, value of each node by its name).
 
-    `inputs` are not changed.
+    `inputs` are not changed. Results have the dtypes that tracing has found, which a few of ATen's kernels ignore: the
+    statistics of a LayerNorm of 16-bit numbers with float32 weights are traced in 16 bits, and computed in float32.
     """
     given, run = copied(inputs), NodeValues(gm)
     with torch.no_grad():
@@ -121,7 +122,18 @@ def evaluate(gm: GraphModule, inputs: Sequence[Any], *, exact: bool) -> tuple[li
                 results = run.run(*given)
         else:
             results = run.run(*given)
-    return list(results) if isinstance(results, (tuple, list)) else [results], given, run.values
+    results = list(results) if isinstance(results, (tuple, list)) else [results]
+    returned: Any = gm.graph.output_node().args[0]
+    traced = [
+        getattr(node, "meta", {}).get("val")
+        for node in (returned if isinstance(returned, (tuple, list)) else [returned])
+    ]
+    if not exact:
+        results = [
+            value.to(fake.dtype) if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor) else value
+            for value, fake in zip(results, traced, strict=True)
+        ]
+    return results, given, run.values
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

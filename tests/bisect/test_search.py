@@ -74,6 +74,18 @@ def test_other_correct_models_have_no_difference(build: Callable[[], Any], shape
     assert not dcompile.is_compiled(model)
 
 
+@pytest.mark.parametrize("way", ("compile", "torch"))
+def test_a_compiled_model_stays_compiled(way: str) -> None:
+    layer, x = nn.Sequential(nn.Linear(3, 2), nn.GELU()), torch.randn(4, 3)
+    model = dcompile.compile(layer) if way == "compile" else torch.compile(layer, backend="dcompile")
+    model(x).sum().backward()
+    before = dcompile.receipt(model)
+    assert not (found := dcompile.bisect(model, x)), found
+    assert found.compared["forward0"] and dcompile.is_compiled(model)
+    assert dcompile.receipt(model).graphs == before.graphs == 1
+    model(x).sum().backward()
+
+
 def test_a_function_is_searched_like_a_module() -> None:
     found = dcompile.bisect(lambda x: torch.fft.rfft(x).abs().sum(), torch.randn(4, 16))
     assert not found and set(found.compared) == {"the model", "inference0"}

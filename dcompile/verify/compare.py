@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 ATEN_ERRORS = 8.0
-"""Errors of ATen's own evaluation that a result may have. A choice, not a measurement: another order of sums errs alike."""
+"""Errors of ATen's own evaluation that a result may have. A choice, not measured: other orders of sums err alike."""
 ROUNDINGS = 8.0
 """Roundings to the result's dtype that are allowed beyond them: a choice, too, for a few elementwise steps in a row."""
 

@@ -18,9 +18,9 @@ from dcompile.api import ordinary_services
 from dcompile.bisect.recording import CallLog, CheckingCompiler
 from dcompile.bisect.repro import Repro, make_repro
 from dcompile.bisect.stages import Place, ProgramSearch, first_wrong
-from dcompile.capture.callables import original_function
+from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.compiled_model import Settings
-from dcompile.capture.entry import compile_function, compile_module, find_model
+from dcompile.capture.entry import compile_function, compile_module, find_model, uncompiled
 from dcompile.capture.services import Services
 from dcompile.compat.pytree import flatten
 from dcompile.config import Config
@@ -134,19 +134,19 @@ class _Runs:
             raise TypeError(f"dcompile: bisect needs a module or a function, not {type(model).__name__}")
         found = find_model(model)
         self.settings = Settings(Config.make()) if found is None else found.settings
-        self.module = model if isinstance(model, Module) else None
-        self.target = model if self.module is not None else original_function(model)
+        self.module = unwrap_module(model) if isinstance(model, Module) else None
+        self.target = original_function(model) if self.module is None else self.module
         self.inputs, self.kwargs = inputs, kwargs
         self.newest: Observed = {}
         """What was observed in the newest compiled call."""
         named = self.module.named_parameters() if self.module is not None else ()
         self.replicated = {name for name, value in named if not isinstance(value, DTensor)}
-        with self._state(), _uncompiled(self.module):
+        with self._state(), uncompiled(self.module):
             before = torch.get_rng_state()
             self.same = self._observed(self.target)
             self.draws = not torch.equal(before, torch.get_rng_state())
         wrapped = isinstance(model, DistributedDataParallel) or len(self.replicated) < self._count()
-        with self._state(), _uncompiled(self.module), self._rounded() if wrapped else in_float64(trains=True):
+        with self._state(), uncompiled(self.module), self._rounded() if wrapped else in_float64(trains=True):
             self.exact = self._observed(self.target)
         if expected is not None:
             given = _named(expected)
@@ -162,7 +162,7 @@ class _Runs:
             return ordinary_services(config, CheckingCompiler(config, log), services)
 
         settings = replace(self.settings, config=config)
-        with _uncompiled(self.module):
+        with uncompiled(self.module):
             target = self.target
             if self.module is not None:
                 compile_module(self.module, settings, services(config))
@@ -275,18 +275,3 @@ def _weighted(value: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(value) if value.is_complex() else value
     places = torch.arange(real.numel(), device=value.device, dtype=torch.float64).reshape(real.shape)
     return (real * ((places * 0.7).cos() + 3).div(2).to(real.dtype)).sum()
-
-
-@contextlib.contextmanager
-def _uncompiled(module: Module | None) -> Iterator[None]:
-    """Leave out what compiles a module or its parts in place, and put it back."""
-    parts = [] if module is None else [part for part in module.modules() if "_compiled_call_impl" in vars(part)]
-    held = [(part, vars(part).pop("_compiled_call_impl")) for part in parts]
-    try:
-        yield
-    finally:
-        if module is not None:
-            for part in module.modules():
-                vars(part).pop("_compiled_call_impl", None)
-        for part, call in held:
-            vars(part)["_compiled_call_impl"] = call

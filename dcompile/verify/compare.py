@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 ATEN_ERRORS = 8.0
-"""Errors of ATen's own evaluation that a result may have. Of the correct graphs in tests/bisect, none needed 3."""
+"""Errors of ATen's own evaluation that a result may have. A choice, not measured: other orders of sums err alike."""
 ROUNDINGS = 8.0
-"""Roundings to the result's dtype that are allowed beyond them: about as many as elementwise steps in one graph."""
+"""Roundings to the result's dtype that are allowed beyond them: a choice, too, for a few elementwise steps in a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,9 @@ def evaluate(
 ) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Evaluate a graph of ATen operations: (results, inputs afterwards, value of each node by its name if `keep`).
 
-    `inputs` are not changed. `changed`: positions of those that the graph may change; None is all.
+    `inputs` are not changed. `changed`: positions of those that the graph may change; None is all. Results have the
+    dtypes that tracing has found, which a few of ATen's kernels ignore: the statistics of a LayerNorm of 16-bit numbers
+    with float32 weights are traced in 16 bits, and computed in float32.
     """
     given = copied([value if changed is None or at in changed else None for at, value in enumerate(inputs)])
     given = [value if changed is not None and at not in changed else given[at] for at, value in enumerate(inputs)]
@@ -135,7 +137,18 @@ def evaluate(
                 results = run.run(*given)
         else:
             results = run.run(*given)
-    return list(results) if isinstance(results, (tuple, list)) else [results], given, getattr(run, "values", {})
+    results = list(results) if isinstance(results, (tuple, list)) else [results]
+    returned: Any = gm.graph.output_node().args[0]
+    traced = [
+        getattr(node, "meta", {}).get("val")
+        for node in (returned if isinstance(returned, (tuple, list)) else [returned])
+    ]
+    if not exact:
+        results = [
+            value.to(fake.dtype) if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor) else value
+            for value, fake in zip(results, traced, strict=True)
+        ]
+    return results, given, getattr(run, "values", {})
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

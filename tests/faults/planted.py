@@ -235,3 +235,35 @@ FAULTS = (
     Fault("vectors swap an operation", "gated", nests("vectorize", "mul", "add"), "pass", "vectorize"),
     Fault("a joint pass swaps an operation", "attention", joint(ROWS, MUL, ADD), "pass", ROWS),
 )
+
+WRONG_TEXT = {
+    "add": "{0} - {1}", "sub": "{1} - {0}", "mul": "{0} + {1}", "div": "{0} * {1}", "neg": "{0}", "exp": "exp_(-{0})",
+    "fma": "fma_({0}, {2}, {1})", "sqrt": "{0}", "rsqrt": "1 / {0}", "sigmoid": "sigmoid_(-{0})", "log1p": "log_({0})",
+    "max": "min_({0}, {1})", "tanh": "sigmoid_({0})", "one_plus_erf": "erf_({0})", "reciprocal": "{0}",
+}  # fmt: skip
+"""Operation -> a wrong way to print it."""
+WRONG_RULE = {
+    "gelu.default": "silu.default", "exp.default": "expm1.default", "sigmoid.default": "tanh.default",
+    "silu.default": "sigmoid.default", "mul.Tensor": "add.Tensor", "add.Tensor": "mul.Tensor",
+    "log1p.default": "log.default", "_softmax.default": "_log_softmax.default", "neg.default": "abs.default",
+    "rsqrt.default": "sqrt.default", "mean.dim": "sum.dim_IntList",
+}  # fmt: skip
+WRONG_OPERATION = {"mul": "add", "sub": "add", "add": "sub", "div": "mul"}
+LOOP_PASSES = ("fuse", "rematerialize", "interchange_reductions", "split_row_reductions", "remove_dead_steps")
+NEST_PASSES = ("parallelize", "hoist_values", "keep_values", "vectorize", "stream_stores")
+
+
+def products() -> Iterator[Fault]:
+    """Every kind of fault in every model; many have no effect there."""
+    for model in MODELS:
+        for op, text in WRONG_TEXT.items():
+            yield Fault(f"{op} is printed wrong in {model}", model, cpp(op, text), "kernel", f"op {op}")
+        for op, other in WRONG_RULE.items():
+            if f"aten.{op}" in RULES and f"aten.{other}" in RULES:
+                yield Fault(f"{op} is lowered wrong in {model}", model, rule(op, other), "lowering rule", f"aten.{op}")
+        for op, other in WRONG_OPERATION.items():
+            for name in LOOP_PASSES:
+                plant = loops(name, exchanges(op, other))
+                yield Fault(f"{name} spoils {op} in {model}", model, plant, "pass", name)
+            for name in NEST_PASSES:
+                yield Fault(f"{name} spoils {op} in {model}", model, nests(name, op, other), "pass", name)

@@ -13,6 +13,7 @@ from dcompile.config import Config
 if TYPE_CHECKING:
     from dcompile.aot.export import export
     from dcompile.api import compile, is_compiled, list_mode_options, list_options, receipt
+    from dcompile.bisect.search import bisect
     from dcompile.errors import (
         BuildError,
         DcompileError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         PlanMismatchError,
         PrecompileError,
         UnsupportedTorchError,
+        WrongResultError,
     )
     from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
@@ -39,6 +41,8 @@ __all__ = [
     "PlanMismatchError",
     "PrecompileError",
     "UnsupportedTorchError",
+    "WrongResultError",
+    "bisect",
     "compile",
     "explain",
     "export",
@@ -72,7 +76,11 @@ class FunctionPackage(types.ModuleType):
     """A package that is also the function of its name: importing a submodule must not hide the function."""
 
     _functions = types.MappingProxyType(
-        {"dcompile.explain": "dcompile.explain.plan_only", "dcompile.precompile": "dcompile.precompile.job"}
+        {
+            "dcompile.bisect": "dcompile.bisect.search",
+            "dcompile.explain": "dcompile.explain.plan_only",
+            "dcompile.precompile": "dcompile.precompile.job",
+        }
     )
     """Package -> module of the function."""
 
@@ -100,7 +108,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Load public names lazily: `import dcompile.ir` and the option table need no torch."""
-    if name in ("explain", "precompile"):
+    if name in ("bisect", "explain", "precompile"):
         return importlib.import_module(f"dcompile.{name}")  # a package that can be called
     if name == "export":
         return importlib.import_module("dcompile.aot.export").export

@@ -137,7 +137,7 @@ def ordinary_services(
     config: Config, compiler: CachingCompiler | None = None, renew: Callable[[Config], Services] = make_services
 ) -> Services:
     """Services of a model that runs. `compiler` compiles its graphs; `renew` makes those of a module inside."""
-    compiler = CachingCompiler(config) if compiler is None else compiler
+    compiler = make_compiler(config) if compiler is None else compiler
     saves_memory = "option recompute is memory" if config.recompute == "memory" else ""
     shards = functools.partial(
         Shards, gathers=config.gathers, shard_copies=config.shard_copies, saves_memory=saves_memory
@@ -155,6 +155,16 @@ def ordinary_services(
         functools.partial(renew, config),
         _all_idle,
     )
+
+
+def make_compiler(config: Config) -> CachingCompiler:
+    """Compiler of a model's graphs, whose programs check themselves now and then if there is a sentinel."""
+    if not config.sentinel:
+        return CachingCompiler(config)
+    from dcompile.bisect.recording import CheckingCompiler  # late: few jobs have one
+    from dcompile.bisect.sentinel import Sentinel
+
+    return CheckingCompiler(config, Sentinel(config))
 
 
 def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:

@@ -411,6 +411,17 @@ class Config:
         option="trace.graph_diagram",
     )
     verify: bool = setting(False, "Verify after each pass; compare collective order across ranks.", in_key=False)
+    sentinel: int = setting(
+        0,
+        "Check one call of each program in so many of its calls by ATen's kernels, while the job runs. 0: none.",
+        in_key=False,
+    )
+    on_miss: Literal["aten", "stop"] = setting(
+        "aten",
+        "What follows if the sentinel finds a wrong result. aten: the program runs on ATen's kernels from then on, on "
+        "all ranks; stop: WrongResultError on all ranks.",
+        in_key=False,
+    )
     skip: str = setting("", "Passes to skip, comma-separated.")
     until: str = setting("", "Stop after this pass.")
     cache_dir: str = setting("", "Kernel cache; default: dcompile under XDG_CACHE_HOME or ~/.cache.", in_key=False)
@@ -567,6 +578,8 @@ def _checked(name: str, value: Any) -> Any:
     if name == "dump" and (isinstance(value, bool) or str(value).lower() in TRUTH_VALUES):
         value = DUMP_DIRECTORY if check_type(name, bool, value) else ""
     value = check_type(name, _types()[name], value)
+    if name == "sentinel" and value < 0:
+        raise OptionError(f"dcompile: sentinel={value!r} should be a number of calls, or 0 for no checks")
     if name == "cache_size_gib" and value < 0:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")
     if name == "log":

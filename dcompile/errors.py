@@ -45,6 +45,10 @@ class NotInPartsError(DcompileError):
     """A call that is recorded in pieces has to run as a whole; it does, and the receipt says why."""
 
 
+class WrongResultError(DcompileError):
+    """The sentinel has found a wrong result, and is to stop the job; the message names the place."""
+
+
 class VerifyError(DcompileError):
     """A program breaks a rule of `ir.verify`: always a bug of dcompile.
 

@@ -26,12 +26,13 @@ LEVELS = (
         "passes",
         "results",
         "toolchain",
+        "verify",
     ),
     ("capture", "collectives", "codegen", "runtime"),
     ("pipeline",),
     ("compiler",),
     ("aot",),
-    ("api", "backend", "calibrate", "doctor", "explain", "precompile", "training", "__init__", "__main__"),
+    ("api", "backend", "bisect", "calibrate", "doctor", "explain", "precompile", "training", "__init__", "__main__"),
     ("integrations",),
 )
 """Top-level parts of dcompile, lowest first."""

@@ -681,6 +681,23 @@ def newest_entry(module: Module) -> Entry | None:
     return found() if found is not None else None
 
 
+@contextlib.contextmanager
+def uncompiled(module: Module | None) -> Iterator[None]:
+    """Leave out, in this context, what compiles a module and its parts in place; afterwards they have it again."""
+    parts = [] if module is None else [*module.modules()]
+    held = [(part, vars(part).pop("_compiled_call_impl", None), _NEWEST.pop(part, None)) for part in parts]
+    try:
+        yield
+    finally:
+        for part, call, entry in held:
+            vars(part).pop("_compiled_call_impl", None)
+            _NEWEST.pop(part, None)
+            if call is not None:
+                vars(part)["_compiled_call_impl"] = call
+            if entry is not None:
+                _NEWEST[part] = entry
+
+
 def compile_method(module: Module, name: str, settings: Settings, services: Services) -> Callable[..., Any]:
     """Return a compiled replacement for a method that does a part of `module`'s forward; the caller installs it.
 

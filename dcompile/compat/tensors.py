@@ -296,6 +296,13 @@ def is_overload(value: Any) -> bool:
     return isinstance(value, torch._ops.OpOverload)
 
 
+def converts(op: Any) -> bool:
+    """Whether an operation is ATen's own conversion to another dtype, layout or device."""
+    import torch
+
+    return op is torch.ops.aten._to_copy.default
+
+
 def is_operator(value: Any) -> bool:
     """The same, also for an operator without an overload's name."""
     import torch

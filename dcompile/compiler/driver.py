@@ -261,6 +261,18 @@ class Pipeline:
         )
         return Loadable(graph, built.libraries, constants), built
 
+    def load(self, program: Program, request: Request, cache: KernelCache) -> Loadable:
+        """Emit and build a program by itself, such as one step of another. It has no constants, and is not dumped."""
+        arch = architecture({torch.device(buffer.device) for buffer in program.buffers if buffer.is_tensor})
+        if arch is not None:
+            self._compilers.prepare(arch, cache)
+        kernels = self.emit(program, request, arch)
+        plan = ProgramPlan(Lowered(program, {}), program, kernels, _report(program, kernels, request))
+        source = host_program.emit(program, kernels, recycle=False)
+        return self.finish(
+            PendingGraph(plan, source, self._compilers.begin(kernels, arch, cache)), None, request, cache
+        )[0]
+
     def _arch(self, gm: Any) -> int | None:
         """The compute capability that this graph's kernels are for, if it is to have any on a GPU."""
         return None if self._why_aten(gm) is not None else architecture(_devices(gm))

@@ -103,7 +103,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.adapter = sync.sharded
     before = len(compat.dynamo.graph_breaks())
     alone = _single_rank(entry.model, adapter)
-    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.composable.hooks_resting(module):
+    with as_it_was(module), compat.aot.backward_at_once(), alone, compat.composable.hooks_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -257,7 +257,7 @@ PLANNED = CaptureMode(_PlannedPrograms)
 
 
 @contextlib.contextmanager
-def _as_it_was(module: Module | None) -> Iterator[None]:
+def as_it_was(module: Module | None) -> Iterator[None]:
     """Restore what a forward changes: parameters, buffers, random generators.
 
     BatchNorm, for example, counts its calls.

@@ -34,6 +34,7 @@ from dcompile.ir.nodes import (
     Program,
     Reduce,
     Scan,
+    Step,
     Store,
     Value,
     Verbatim,
@@ -71,21 +72,10 @@ class InterpretedResult:
 
 def execute(program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None) -> InterpretedResult:
     """Like `interpret`, with the content of the inputs after the call."""
-    with np.errstate(all="ignore"):
-        machine = _Machine(program, inputs, externs or {})
-        for step in program.steps:
-            match step:
-                case Loop():
-                    machine.loop(step)
-                case Extern():
-                    machine.extern(step)
-                case Collective():
-                    machine.collective(step)
-                case Wait():
-                    pass  # the collective took place at its start
-        outputs = [machine.output(output) for output in program.outputs]
-        contents = {name: machine.whole(name) for name in program.inputs if name in machine.table}
-    return InterpretedResult(outputs, contents)
+    machine = Machine(program, inputs, externs or {})
+    for step in program.steps:
+        machine.run(step)
+    return machine.result()
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -145,11 +135,11 @@ def _is_within_another(buffer: Buffer) -> bool:
     return (buffer.storage or "").startswith((WITHIN, IN_DONOR))
 
 
-class _Machine:
-    """Memory, and the steps that change it."""
+class Machine:
+    """Memory, and the steps that change it, one at a time."""
 
     def __init__(self, program: Program, inputs: Mapping[str, Array | int], externs: Externs) -> None:
-        self.table = program.table
+        self._program, self.table = program, program.table
         self.externs = externs
         self.symbols: dict[str, int] = {}
         self._learn_symbols(program, inputs)
@@ -232,7 +222,27 @@ class _Machine:
             return self.read(output)
         return self.size(output) if isinstance(output, Index) else output
 
+    def result(self) -> InterpretedResult:
+        """Outputs, and the content of the inputs, as they are now."""
+        outputs = [self.output(output) for output in self._program.outputs]
+        return InterpretedResult(
+            outputs, {name: self.whole(name) for name in self._program.inputs if name in self.table}
+        )
+
     # --- steps ---
+
+    def run(self, step: Step) -> None:
+        """Run the next step."""
+        with np.errstate(all="ignore"):
+            match step:
+                case Loop():
+                    self.loop(step)
+                case Extern():
+                    self.extern(step)
+                case Collective():
+                    self.collective(step)
+                case Wait():
+                    pass  # the collective took place at its start
 
     def collective(self, step: Collective) -> None:
         if step.call is not None and (step.sent or step.call.op in self.externs):

@@ -311,6 +311,18 @@ def run_script(
     if it has not, and for code that needs other ranks. Errors of the script itself are raised, too.
     """
     log = BuildLog()
+    try:
+        with rank_of_job(world_size, rank, fake=fake, path=path, log=log):
+            run_steps(script, arguments, steps)
+    except ValueReadError as error:
+        if not any("backward" in program.name for program in log.programs):
+            raise
+        log.notes.append(f"the script was left where it reads a value: {error.where}")
+    return log
+
+
+def run_steps(script: str, arguments: Sequence[str], steps: int) -> None:
+    """Run a script as Python does, until its optimizers have stepped `steps` times, or it ends by itself."""
     taken = 0
 
     def count(*_: Any) -> None:
@@ -323,19 +335,12 @@ def run_script(
     hook = register_optimizer_step_post_hook(count)
     try:
         sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
-        with rank_of_job(world_size, rank, fake=fake, path=path, log=log):
-            try:
-                runpy.run_path(script, run_name="__main__")
-            except StepsDone:
-                pass
-            except SystemExit as end:
-                if end.code not in (None, 0):
-                    raise
-    except ValueReadError as error:
-        if not any("backward" in program.name for program in log.programs):
+        runpy.run_path(script, run_name="__main__")
+    except StepsDone:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0):
             raise
-        log.notes.append(f"the script was left where it reads a value: {error.where}")
     finally:
         hook.remove()
         sys.argv, sys.path[0] = argv, folder
-    return log

@@ -159,6 +159,12 @@ class BucketSet:
         """Factor that a program applies as it writes gradients of `Bucket.scaled`."""
         return self._scale if sync and self._exact else 1.0
 
+    def serve(self, buckets: tuple[Bucket, ...]) -> None:
+        """Serve another program from now on, with the same places: it may scale other gradients as it writes them."""
+        if buckets is not self.buckets:
+            assert [b.exchanged for b in buckets] == [b.exchanged for b in self.buckets], "ranks know these places"
+            self.buckets, self._table = buckets, {bucket.name: bucket for bucket in buckets}
+
     def start(self, bucket: str, memory: BucketMemory) -> None:
         """Add what p.grad holds already, scale the rest by one over the world size, and start the all-reduce.
 

@@ -1,0 +1,92 @@
+"""Compare a result with ATen's, by the error that ATen's own evaluation has.
+
+A fixed tolerance is wrong for most results: a sum of a million float32 numbers may be off by 1e-4, and a product never.
+So the same computation is evaluated twice by ATen: in its own dtypes (`same`), and in float64 (`exact`). Where they
+differ is the error that the dtypes bring about. A result misses where its own error against `exact` is larger than
+
+    ATEN_ERRORS * (largest error of `same` in the tensor) + ROUNDINGS * eps * max(|exact|, root mean square of `exact`)
+
+ATEN_ERRORS is above 1 because ATen's error is one sample of what any order of sums may give, at the same elements or at
+others. The second term is for tensors whose elements ATen happened to round well, such as a single loss.
+Where `same` is infinite or NaN, a result must be so, too. Integers and truth values must equal either evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+ATEN_ERRORS = 8.0
+"""Errors of ATen's own evaluation that a result may have. A choice, not measured: other orders of sums err alike."""
+ROUNDINGS = 8.0
+"""Roundings to the result's dtype that are allowed beyond them: a choice, too, for a few elementwise steps in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A result that is wrong, at its worst element."""
+
+    reason: str = ""
+    """What differs other than values: shape, dtype, or being there at all. The other fields are then empty."""
+    position: tuple[int, ...] = ()
+    got: float = math.nan
+    wanted: float = math.nan
+    """The element's value in float64."""
+    allowed: float = 0.0
+    """Largest error of this element that is no miss."""
+    count: int = 0
+    """Elements that miss, of `numel`."""
+    numel: int = 0
+
+    def __str__(self) -> str:
+        if self.reason:
+            return self.reason
+        place = f"[{', '.join(map(str, self.position))}]"
+        many = f"{self.count} of {self.numel} elements differ"
+        return f"{many}; at {place} {self.got:.9g}, wanted {self.wanted:.9g} within {self.allowed:.2g}"
+
+
+def compare(got: torch.Tensor | None, same: torch.Tensor | None, exact: torch.Tensor | None) -> Miss | None:
+    """Compare a result with ATen's in the result's dtypes, and in float64; None if it is right.
+
+    Without `exact`, `same` counts as exact, so that only roundings are allowed. The tensors may be on any device, and
+    are not changed. Complex numbers are compared part by part, and 8-bit floats by their values.
+    """
+    if got is None or same is None:
+        return None if got is same else Miss("a result is absent" if got is None else "a result should be absent")
+    if got.shape != same.shape or got.dtype != same.dtype:
+        wanted = f"{same.dtype} of shape {tuple(same.shape)}"
+        return Miss(f"{got.dtype} of shape {tuple(got.shape)}, wanted {wanted}")
+    if got.is_complex():
+        parts = [None if value is None else torch.view_as_real(value.resolve_conj()) for value in (got, same, exact)]
+        return compare(parts[0], parts[1], parts[2])
+    exact = same if exact is None or exact.shape != same.shape else exact
+    if not got.is_floating_point():
+        wrong = (got != same) & (got != exact.to(got.dtype))
+        return _worst(wrong, wrong.double(), got, same, 0.0)
+    eps = torch.finfo(got.dtype).eps
+    got, same, exact = (value.detach().to(torch.float64) for value in (got, same, exact))
+    finite = same.isfinite() & exact.isfinite()
+    reference, scale = (same - exact).abs()[finite], torch.where(finite, exact, 0.0).abs()
+    if reference.numel():
+        scale = scale.clamp(min=float(scale[finite].square().mean().sqrt()))
+    allowed = ATEN_ERRORS * (float(reference.max()) if reference.numel() else 0.0) + ROUNDINGS * eps * scale
+    error = torch.where(finite, (got - exact).abs().nan_to_num(nan=math.inf), 0.0)
+    alike = torch.where(same.isnan(), got.isnan(), got == same) | (exact.isfinite() & (got - exact).abs().le(allowed))
+    error = torch.where(finite | alike, error, math.inf)
+    return _worst(error > allowed, error - allowed, got, exact, allowed)
+
+
+def _worst(
+    wrong: torch.Tensor, excess: torch.Tensor, got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor | float
+) -> Miss | None:
+    """The miss at the element with the largest excess."""
+    count = int(wrong.sum())
+    if not count:
+        return None
+    place = torch.where(wrong, excess, -1.0).argmax()
+    position = tuple(int(at) for at in torch.unravel_index(place, got.shape))
+    bound = float(allowed[position]) if isinstance(allowed, torch.Tensor) else allowed
+    return Miss("", position, float(got[position]), float(wanted[position]), bound, count, got.numel())

@@ -36,12 +36,17 @@ class Sentinel(CallLog):
         super().__init__()
         self._config = config
         self._replaced: set[str] = set()
+        self._next: dict[tuple[str, bool], int] = {}
+        """(program, whether it reduces gradients) -> number of the call to check in this period."""
 
     def due(self, name: str, reduces: bool) -> bool:
         """Whether this call is checked. Those that reduce gradients are counted apart: all ranks make as many."""
-        period, at = divmod(self.seen[name, reduces], self._config.sentinel)
-        self.seen[name, reduces] += 1
-        return at == Random(f"{name} {period}").randrange(self._config.sentinel)
+        kind, period = (name, reduces), self._config.sentinel
+        call = self.seen[kind]
+        self.seen[kind] = call + 1
+        if call % period == 0:
+            self._next[kind] = call + Random(f"{name} {call // period}").randrange(period)
+        return call == self._next[kind]
 
     def leave(self, name: str, why: str, report: ProgramReport) -> None:
         """Check a program no more, and say so in the receipt."""

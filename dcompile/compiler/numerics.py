@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dcompile.codegen.emit.target import Kernels
-from dcompile.ir.nodes import Apply, Collective, Extern, Loop, Program, Reduce, Scan
+from dcompile.ir.nodes import REGION, Apply, Collective, Extern, Loop, Program, Reduce, Scan
 from dcompile.ir.ops import DTYPES, OPS
 from dcompile.machine_model import GroupSize
 
 SUMS = "sums in another order"
 FUNCTIONS = "functions that differ in their last places"
 RANKS = "sums over more than two ranks, whose order follows from places in buckets"
+OTHERS = "regions that another compiler rounds"
 MATMULS = "matmuls and attention with sums in another order"
 
 _ORDERED = frozenset(("sum", "prod", "sum_exp", "logsumexp"))
@@ -33,6 +34,7 @@ def weaker_than_bitwise(program: Program, kernels: Kernels, groups: Mapping[str,
     found = {
         SUMS: [loop.name for loop in loops if _has_sum(loop)],
         MATMULS: [call.op for call in replaced] + [loop.name for loop in loops if loop.product is not None],
+        OTHERS: [step.op for step in program.steps if isinstance(step, Extern) and step.op == REGION],
         RANKS: [step.group for step in program.steps if isinstance(step, Collective) and _sums_many(step, groups)]
         + [*kernels.all_reduces],
         FUNCTIONS: [name for loop in loops for name in _functions(loop)],

@@ -10,8 +10,8 @@ from torch import nn
 
 import dcompile
 from dcompile.codegen.emit.target import Kernels
-from dcompile.compiler.numerics import FUNCTIONS, RANKS, SUMS, weaker_than_bitwise
-from dcompile.ir.nodes import Collective
+from dcompile.compiler.numerics import FUNCTIONS, OTHERS, RANKS, SUMS, weaker_than_bitwise
+from dcompile.ir.nodes import REGION, Collective, Extern
 from dcompile.ir.parse import parse
 from dcompile.machine_model import GroupSize
 
@@ -47,6 +47,12 @@ def test_sums_over_more_than_two_ranks_are_named(size, named):
     program = parse(PROGRAM)
     reduced = replace(program, steps=(*program.steps, Collective("all_reduce", "bucket0", "ddp", ("s",))))
     assert weaker_than_bitwise(reduced, Kernels(), {"ddp": size}).get(RANKS, []) == ["ddp"] * named
+
+
+def test_regions_of_other_compilers_are_named():
+    program = parse(PROGRAM)
+    region = Extern(REGION, (), (), ("s",), "alloc")
+    assert weaker_than_bitwise(replace(program, steps=(region,)), Kernels(), {}) == {OTHERS: [REGION]}
 
 
 class Mixed(nn.Module):

@@ -171,7 +171,7 @@ def test_options_of_inductor_that_are_safe_to_ignore_are_accepted_with_a_note():
     lines = config.idle()
     assert [line.split("=")[0] for line in lines] == [f"option {name.replace('-', '_')}" for name in given]
     assert all(" has no effect: " in line for line in lines)
-    for name in ("emulate_precision_casts", "nan_asserts", "freezing", "size_assert"):  # one changes values, one checks
+    for name in ("emulate_precision_cast", "nan_asserts", "freezing", "size_assert"):  # one changes values, one checks
         with pytest.raises(ValueError, match=f"unknown option '{name}'"):
             Config.make(options={name: True})
 

@@ -346,11 +346,10 @@ class CompiledModel:
     def objections(self) -> list[str]:
         """Return all reasons found so far against reducing gradients in the compiled graphs."""
         found = [reason for variant in self.variants.values() for reason in variant.objections]
-        times = Counter(number for graph in self.graphs for number in {number for _, number in graph.grads})
-        if self.settings.config.numerics == "bitwise" and any(count > 1 for count in times.values()):
-            found.append(
-                "gradients of a parameter come from several graphs, and numerics='bitwise' adds no parts of them"
-            )
+        if self.settings.config.numerics == "bitwise":
+            times = Counter(number for graph in self.graphs for number in {number for _, number in graph.grads})
+            if any(count > 1 for count in times.values()):
+                found.append("several graphs have parts of a gradient, and numerics='bitwise' adds no parts")
         return found
 
     def before_backward(self, graph: GraphView, sync: bool) -> None:

@@ -24,7 +24,7 @@ from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
 from dcompile.runtime.communication.ddp_buckets import BucketSet
 from dcompile.runtime.coordination.heartbeat import SingleProcess
-from dcompile.verify.compare import Miss, compare
+from dcompile.verify.compare import Miss, compare, is_near
 from dcompile.verify.reference import changed_inputs, copied, evaluate
 
 
@@ -171,8 +171,7 @@ class CheckedProgram:
         self._compiler.log.checked[self._request.name] = sum(isinstance(value, torch.Tensor) for value in same)
         scattered = sharded_results(self._request)  # shards go to their parameters, and the program returns nothing
         places = [*range(len(results)), *(len(results) + place for place in kept)]
-        doubt = [at for at, place in enumerate(places) if self._is_compared(got[at], same[place])
-                 and place not in scattered and compare(got[at], same[place], None) is not None]  # fmt: skip
+        doubt = [at for at, place in enumerate(places) if place not in scattered and not is_near(got[at], same[place])]
         if not self._anyone(bool(doubt), reduces):
             return None
         restore()
@@ -207,10 +206,6 @@ class CheckedProgram:
             if results[place] is not None and place not in scattered:
                 results[place] = self._averaged(results[place])
         return [*results, *after]
-
-    @staticmethod
-    def _is_compared(got: Any, same: Any) -> bool:
-        return isinstance(got, torch.Tensor) or isinstance(same, torch.Tensor)
 
     def _anyone(self, here: bool, reduces: bool) -> bool:
         """Whether something holds on this rank, or, of a program that all ranks are in, on any rank."""

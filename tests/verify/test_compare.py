@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dcompile.verify.compare import Miss, compare
+from dcompile.verify.compare import Miss, compare, is_near
 
 
 def evaluated(function, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,3 +86,19 @@ def test_shapes_dtypes_and_absence_are_misses() -> None:
 
 def test_empty_tensors_are_equal() -> None:
     assert compare(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3, dtype=torch.float64)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_is_near_is_what_has_no_miss(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    same, eps = torch.randn(64, 8).to(dtype), torch.finfo(dtype).eps
+    for roundings in (0, 1, 7, 9, 100):
+        got = (same.double() * (1 + roundings * eps)).to(dtype)
+        got[3, 2] = float("nan") if roundings == 7 else got[3, 2]
+        assert is_near(got, same) == (compare(got, same, None) is None)
+
+
+def test_numbers_of_the_host_are_near_and_absent_tensors_are_not() -> None:
+    assert is_near(3, 4) and is_near(None, None)
+    assert not is_near(None, torch.ones(1)) and not is_near(torch.ones(2), torch.ones(1))
+    assert is_near(torch.arange(3), torch.arange(3)) and not is_near(torch.arange(3), torch.arange(1, 4))

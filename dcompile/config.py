@@ -487,12 +487,12 @@ class Config:
             raise OptionError(f"dcompile: unknown mode {mode!r}{suggestion(str(mode), MODES, 'valid modes')}")
         values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
         config = cls(**{name: _checked(name, value) for name, value in values.items()}, ignored=ignored)
-        if config.numerics == "bitwise":
-            config = config._with_stock_bits(values)
         if config.fallback_by_default and "kernels" not in chosen:
             config = dataclasses.replace(config, kernels="aten")
         if config.kernels == REPLAYED:
             config = dataclasses.replace(config, kernels="aten", triton_cudagraphs=True)
+        if config.numerics == "bitwise":
+            config = config._with_stock_bits(values)
         if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
             return dataclasses.replace(config, dump=DUMP_DIRECTORY)
         return config
@@ -500,12 +500,12 @@ class Config:
     def _with_stock_bits(self, given: Mapping[str, Any]) -> Config:
         """Return the settings of `numerics="bitwise"`. Raises OptionError if one was given that changes bits."""
         for name, value in BITWISE.items():
-            if name in given and getattr(self, name) not in (value, REPLAYED if name == "kernels" else value):
+            if name in given and getattr(self, name) != value:
                 raise OptionError(
                     f"dcompile: numerics='bitwise' needs {name}={value!r}, but {name}={getattr(self, name)!r} was "
                     "given; leave one of the two out"
                 )
-        return dataclasses.replace(self, **{name: value for name, value in BITWISE.items() if name not in given})
+        return dataclasses.replace(self, **BITWISE)
 
     @property
     def own_kernels(self) -> bool:

@@ -128,6 +128,8 @@ class CheckedProgram:
         self.report, self.buckets, self.source = run.report, run.buckets, run.source
         self._run, self._gm, self._request, self._compiler = run, gm, request, compiler
         self._changed = changed_inputs(gm) | {*request.donated}
+        self._scattered = sharded_results(request)
+        """Positions of results that are not there: shards go to their parameters."""
         self._device = torch.device("cpu")
         if request.gathers:
             compiler.log.leave(request.name, "it gathers sharded parameters, which only it has whole", self.report)
@@ -150,9 +152,9 @@ class CheckedProgram:
         restore = random_states(self._device)
         results = self._run(args, buckets=buckets, sync=sync)
         after = random_states(self._device)
-        found = self._compare(inputs, results, kept, restore, reduces)
+        found, is_wrong = self._compare(inputs, results, kept, restore, reduces)
         after()
-        if self._anyone(found is not None, reduces):
+        if is_wrong:
             pipeline, on_aten = self._compiler.pipeline(), partial(self._compiler.on_aten, self._gm, self._request)
             wrong = found and WrongCall(self._gm, self._request, pipeline, copied(inputs), restore, *found)
             self._run = log.missed(name, wrong, self._run, on_aten)
@@ -162,30 +164,32 @@ class CheckedProgram:
 
     def _compare(
         self, inputs: list[Any], results: list[Any], kept: dict[int, Any], restore: Callable[[], None], reduces: bool
-    ) -> tuple[str, Miss, ParamInfo | None] | None:
-        """The first result that is wrong. float64 is only taken where ATen's own dtypes leave a doubt on some rank."""
+    ) -> tuple[tuple[str, Miss, ParamInfo | None] | None, bool]:
+        """The first result that is wrong here, and whether one is on any rank that takes part.
+
+        float64 is only taken where ATen's own dtypes leave a doubt on some rank.
+        """
         restore()
         if (same := self._evaluated(inputs, reduces, exact=False)) is None:
-            return None
+            return None, False
         got = [*results, *kept.values()]
         self._compiler.log.checked[self._request.name] = sum(isinstance(value, torch.Tensor) for value in same)
-        scattered = sharded_results(self._request)  # shards go to their parameters, and the program returns nothing
         places = [*range(len(results)), *(len(results) + place for place in kept)]
-        doubt = [at for at, place in enumerate(places) if place not in scattered and not is_near(got[at], same[place])]
+        doubt = [
+            at for at, place in enumerate(places) if place not in self._scattered and not is_near(got[at], same[place])
+        ]
         if not self._anyone(bool(doubt), reduces):
-            return None
+            return None, False
         restore()
         if (exact := self._evaluated(inputs, reduces, exact=True)) is None:
-            return None
+            return None, False
         infos = {info.number: info for info in self._request.params}
         averaged = {place: infos.get(number) for place, number in self._request.grads} if reduces else {}
         names = [str(node) for node in self._gm.graph.output_node().args[0]]
         names += [node.name for node in self._gm.graph.find_nodes(op="placeholder")]
-        for at in doubt:
-            place = places[at]
-            if (miss := compare(got[at], same[place], exact[place])) is not None:
-                return names[place], miss, averaged.get(place)
-        return None
+        misses = ((places[at], compare(got[at], same[places[at]], exact[places[at]])) for at in doubt)
+        found = next(((names[place], miss, averaged.get(place)) for place, miss in misses if miss is not None), None)
+        return found, self._anyone(found is not None, reduces)
 
     def _evaluated(self, inputs: list[Any], reduces: bool, *, exact: bool) -> list[Any] | None:
         """ATen's results, averaged over ranks where the program does that, and the inputs afterwards.
@@ -201,9 +205,8 @@ class CheckedProgram:
             why = failed or "ATen does not evaluate it on another rank"
             self._compiler.log.leave(self._request.name, why, self.report)
             return None
-        scattered = sharded_results(self._request)
         for place, _ in self._request.grads if reduces else ():
-            if results[place] is not None and place not in scattered:
+            if results[place] is not None and place not in self._scattered:
                 results[place] = self._averaged(results[place])
         return [*results, *after]
 

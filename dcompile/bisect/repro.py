@@ -1,4 +1,4 @@
-"""A script that shows a difference: the operations concerned, as a function of saved inputs, compiled and not."""
+"""What was found, and a script that shows it: operations as a function of saved inputs, compiled and not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from dcompile.bisect.recording import WrongCall
 from dcompile.bisect.stages import Place, ProgramSearch
 from dcompile.config import Config
 
@@ -75,6 +76,31 @@ class Repro:
     def differs(self) -> bool:
         """Whether the script shows a difference."""
         return any(NONE not in line for line in self.run().splitlines())
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What makes a result wrong. `print` shows it as lines."""
+
+    program: str
+    """"forward0", "backward0", ...: as in the receipt and in dumps. Empty if it is none."""
+    place: Place
+    repro: Repro | None = None
+    """A script that shows the difference; None where it takes the whole model, or its other ranks."""
+
+    def __str__(self) -> str:
+        place = self.place
+        lines = [f"{place.kind} {place.name}" + (f", in {self.program}" if self.program else "")]
+        lines += [f"  {place.result}: {place.miss}" if place.result else f"  {place.miss}"]
+        lines += [f"  {note}" for note in place.notes]
+        return "\n".join((*lines, *(f"  from {origin}" for origin in place.origin)))
+
+
+def find_in_call(call: WrongCall, *, runs: bool = True) -> Finding:
+    """What makes a program wrong in a call. Without `runs`, its script is not tried: see `make_repro`."""
+    search = ProgramSearch(call)
+    place = search.find()
+    return Finding(search.request.name, place, make_repro(search, place, runs=runs))
 
 
 def make_repro(search: ProgramSearch, place: Place, *, runs: bool = True) -> Repro | None:

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile.api import ordinary_services
 from dcompile.bisect.recording import CallLog, CheckingCompiler
-from dcompile.bisect.repro import Repro, make_repro
-from dcompile.bisect.stages import Place, ProgramSearch, first_wrong
+from dcompile.bisect.repro import Finding, find_in_call
+from dcompile.bisect.stages import Place, first_wrong
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.compiled_model import Settings
 from dcompile.capture.entry import compile_function, compile_module, find_model, uncompiled
@@ -34,24 +34,6 @@ CALLS = 2
 GRADIENT = "gradient of "
 Observed = dict[str, torch.Tensor]
 """Results of a call, gradients, and tensors that it changed, by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What makes a result wrong. `print` shows it as lines."""
-
-    program: str
-    """"forward0", "backward0", ...: as in the receipt and in dumps. Empty if it is none."""
-    place: Place
-    repro: Repro | None = None
-    """A script that shows the difference; None where it takes the whole model, or its other ranks."""
-
-    def __str__(self) -> str:
-        place = self.place
-        lines = [f"{place.kind} {place.name}" + (f", in {self.program}" if self.program else "")]
-        lines += [f"  {place.result}: {place.miss}" if place.result else f"  {place.miss}"]
-        lines += [f"  {note}" for note in place.notes]
-        return "\n".join((*lines, *(f"  from {origin}" for origin in place.origin)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +92,7 @@ def bisect(model: Any, /, *inputs: Any, expected: Any = None, **kwargs: Any) -> 
 
 def find_in_programs(log: CallLog) -> Finding | None:
     """What makes the first wrong program wrong."""
-    if not log.wrong:
-        return None
-    search = ProgramSearch(log.wrong[0])
-    place = search.find()
-    return Finding(search.request.name, place, make_repro(search, place))
+    return find_in_call(log.wrong[0]) if log.wrong else None
 
 
 def _of_all_ranks(value: Any, group: Any) -> list[Any]:

@@ -12,19 +12,16 @@ from pathlib import Path
 from random import Random
 
 from dcompile.bisect.recording import CallLog, WrongCall
-from dcompile.bisect.repro import make_repro
-from dcompile.bisect.stages import ProgramSearch
+from dcompile.bisect.repro import find_in_call
 from dcompile.collectives.contract import Executable, ProgramReport
 from dcompile.config import Config
 from dcompile.errors import WrongResultError
-from dcompile.logs import rank
+from dcompile.logs import rank, report
 
 DIRECTORY = "dcompile_sentinel"
 """Directory for scripts that repeat a miss, relative to the working directory, if nothing is dumped."""
 REPLACED = "program that the sentinel found wrong, run by ATen's kernels"
 """Name of the receipt's count."""
-
-_log = logging.getLogger("dcompile")
 
 
 class Sentinel(CallLog):
@@ -74,23 +71,21 @@ class Sentinel(CallLog):
             raise WrongResultError(
                 f"dcompile: {said}; with ATen's kernels it would reduce other buckets, so it ends here"
             )
-        _log.warning("rank %d: %s; it runs on ATen's kernels from now on", rank(), said)
+        report(logging.WARNING, f"rank {rank()}: {said}; it runs on ATen's kernels from now on")
         run.report.notes.append(said)
         run.report.fallbacks[REPLACED] = 1
         return replacement
 
     def _report(self, name: str, wrong: WrongCall) -> str:
         """Find the place, write a script that repeats the miss, and describe both."""
-        said = f"{wrong.result}: {wrong.miss}"
         try:
-            search = ProgramSearch(wrong)
-            place = search.find()
-            repro = None if place is None else make_repro(search, place, runs=False)
+            finding = find_in_call(wrong, runs=False)
         except Exception as error:  # the job goes on, whatever the search fails at
-            return f"{said}; searching for the place failed: {type(error).__name__}: {error}"
-        if place is not None:
-            said = f"{place.kind} {place.name}: {place.result}: {place.miss}"
-        if repro is None:
+            failed = f"searching for the place failed: {type(error).__name__}: {error}"
+            return f"{wrong.result}: {wrong.miss}; {failed}"
+        place = finding.place
+        said = f"{place.kind} {place.name}: {place.result}: {place.miss}"
+        if finding.repro is None:
             return said
         directory = Path(self._config.dump or DIRECTORY) / f"rank{rank()}" / name
-        return f"{said}; {repro.save(directory)} has its inputs"
+        return f"{said}; {finding.repro.save(directory)} has its inputs"

@@ -25,9 +25,10 @@ from dcompile.ir.float8 import BYTES
 from dcompile.ir.interpret import Machine
 from dcompile.ir.library_ops import COPY_EACH
 from dcompile.ir.nodes import Arg, Extern, IndexOf, Loop, Program, Verbatim, View
+from dcompile.ir.ops import DTYPES
 from dcompile.operators.random_ops import is_random
 
-FLOATS = frozenset(("float16", "bfloat16", "float32", "float64", *BYTES))
+FLOATS = frozenset(name for name, kind in DTYPES.items() if kind in ("float", "opaque"))
 """Names of the dtypes that become float64 in the exact evaluation of a program."""
 Function = Callable[..., Any]
 OwnFunction = Callable[[str], Function]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,9 +112,8 @@ def test_a_period_is_a_number_of_calls() -> None:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Ranks]:
     ranks = Ranks()
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.callback(ranks.stop)
-        yield ranks
+    yield ranks
+    ranks.stop()
 
 
 def test_two_ranks_raise_no_false_alarm(pair: Ranks) -> None:

@@ -127,14 +127,13 @@ REPORTS = {
 
 def results(run: Callable[..., object], given: list[Tensor], report: Report) -> list[Tensor]:
     """What the program returns, and gradients of a weighted sum of that."""
-    with torch.inference_mode(False):
-        inputs = [tensor.clone().requires_grad_(not report.changes_input) for tensor in given]
-        found = run(*inputs)
-        outs = list(found) if isinstance(found, tuple) else [found]
-        if not report.changes_input:
-            weights = [torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view(out.shape) for out in outs]
-            sum((out * weight.to(out.dtype)).sum() for out, weight in zip(outs, weights, strict=True)).backward()
-        return [*outs, *(inputs if report.changes_input else [tensor.grad for tensor in inputs])]
+    inputs = [tensor.clone().requires_grad_(not report.changes_input) for tensor in given]
+    found = run(*inputs)
+    outs = list(found) if isinstance(found, tuple) else [found]
+    if not report.changes_input:
+        weights = [torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view(out.shape) for out in outs]
+        sum((out * weight.to(out.dtype)).sum() for out, weight in zip(outs, weights, strict=True)).backward()
+    return [*outs, *(inputs if report.changes_input else [tensor.grad for tensor in inputs])]
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -5,14 +5,14 @@ Autocast widens results of 16 bits for norms and sums. Where several loops read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
 from dcompile.codegen.schedule.fusion.merge import append_value, move_value, without
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import operands, runtime_refs
-from dcompile.ir.nodes import Apply, Load, Loop, Program, Ref, Step, Value, View
+from dcompile.ir.nodes import Apply, Load, Loop, Program, Ref, Step, Store, Value, View
 
 EXACT = {
     "bool": ("uint8", "int8", "int16", "int32", "int64", "float32", "float64"),
@@ -64,10 +64,7 @@ def _without_roundings(loop: Loop) -> Loop:
                 refs[old] = append_value(body, known, move_value(value, refs, {}, body, known))
     if len(body) == len(loop.body):
         return loop
-    stores = tuple(replace(store, value=refs[store.value]) for store in loop.stores)
-    found = without(replace(loop, body=tuple(body), stores=stores), frozenset())
-    assert found is not None, "it stores as much as before"
-    return found
+    return _with_body(loop, body, [replace(store, value=refs[store.value]) for store in loop.stores])
 
 
 def _rounded_from(loop: Loop, ref: Ref) -> Ref | None:
@@ -128,6 +125,11 @@ def _with_narrow(loop: Loop, dtypes: Mapping[str, str]) -> Loop:
         if store.buffer in dtypes:
             (stored,) = operands(body[stored])
         stores.append(replace(store, value=stored))
+    return _with_body(loop, body, stores)
+
+
+def _with_body(loop: Loop, body: Sequence[Value], stores: Sequence[Store]) -> Loop:
+    """Give a loop another body, without values that nothing reads."""
     found = without(replace(loop, body=tuple(body), stores=tuple(stores)), frozenset())
     assert found is not None, "it stores as much as before"
     return found

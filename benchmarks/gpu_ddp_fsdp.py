@@ -11,6 +11,8 @@ that word; torchao computes all scales behind the optimizer's step, or dcompile 
 float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan. `amp`:
 float32 parameters under autocast. `checkpointed`: gradient_checkpointing_enable. `accumulate`: float32 parameters,
 four batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, to fit in memory.
+`bitwise`: deterministic algorithms for all peers, and parameters after the first steps are compared by checksums with
+aot_eager's, which has the same graph: transformers builds other masks for eager mode.
 
 All peers of a line are in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
 FSDP2 is fully_shard on each block and on the root. torch.compile compiles each block, as its users do, dcompile the
@@ -46,6 +48,8 @@ MODULE = "benchmarks.gpu_ddp_fsdp"
 WARM_UP = 4
 """Steps before the first timing: they compile, and record CUDA graphs."""
 DCOMPILE = {"receipt": False}
+VARIABLES = {"NCCL_NVLS_ENABLE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Environment of the ranks; deterministic algorithms require the second."""
 CLIP = 1.0
 """Norm to which gradients are clipped, in lines with several batches a step."""
 
@@ -74,6 +78,8 @@ class Line:
     """Whether gradients of one batch are clipped, too."""
     momentum: bool = True
     """Whether the optimizer is AdamW; otherwise it is SGD without momentum, which needs no memory of its own."""
+    deterministic: bool = False
+    """Whether torch uses deterministic algorithms."""
     peers: tuple[str, ...] = ()
     """Default peers of the line; none: `DEFAULT_PEERS`."""
 
@@ -86,6 +92,7 @@ STEPS = (
     BASE, "torch.compile reduce-overhead", "dcompile", "dcompile step", "dcompile reduce-overhead",
     "dcompile reduce-overhead step",
 )  # fmt: skip
+BITWISE = ("eager", "torch.compile aot_eager", "dcompile bitwise", "dcompile")
 FLOAT8 = (BASE, "dcompile", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales")
 TINY = SHAPES["tiny"]
 LINES = {
@@ -130,6 +137,8 @@ LINES = {
     "1B-fsdp2-step": Line(SHAPES["1B"], "fsdp2", exposed=0.01, precision="mixed", clips=True, peers=STEPS),
     "1B-ddp-step": Line(SHAPES["1B"], "ddp", peers=STEPS),
     "30M-step": Line(SHAPES["30M"], "plain", ratio=0.25, precision="amp", clips=True, peers=STEPS),
+    "1B-ddp-bitwise": Line(SHAPES["1B"], "ddp", deterministic=True, peers=BITWISE),
+    "1B-fsdp2-bitwise": Line(SHAPES["1B"], "fsdp2", deterministic=True, peers=BITWISE),
     "8B-layers-fsdp2-float8": Line(SHAPES["8B-layers"], "fsdp2", float8=0.77, peers=FLOAT8),
     "tiny-fsdp2-float8": Line(TINY, "fsdp2", float8=0.77, peers=FLOAT8),
     "tiny-ddp": Line(TINY, "ddp"),
@@ -137,6 +146,7 @@ LINES = {
     "tiny-fsdp2": Line(TINY, "fsdp2"),
     "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
     "tiny-fsdp2-blocks": Line(TINY, "fsdp2", whole=1.03, precision="mixed", peers=BLOCKS),
+    "tiny-ddp-bitwise": Line(TINY, "ddp", deterministic=True, peers=BITWISE),
     "tiny-ddp-amp": Line(TINY, "ddp", precision="amp", batches=2),
 }
 """Name -> line. The tiny ones test the benchmark itself, also on CPU."""
@@ -145,11 +155,12 @@ PEERS = (
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
     "dcompile by blocks", "dcompile by blocks reduce-overhead", "dcompile step", "dcompile reduce-overhead step",
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
-    "eager float8", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales",
+    "torch.compile aot_eager", "dcompile bitwise", "dcompile sentinel", "eager float8", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales",
     "dcompile float8 reduce-overhead", "dcompile float8 collective",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
-`by blocks` compiles each block, as torch.compile's peers do.
+`by blocks` compiles each block, as torch.compile's peers do. `bitwise` is its option numerics; `sentinel` checks one of
+200 calls of each program.
 
 `step` gives dcompile the optimizer, whose updates then run in the backward's program or in one of their own.
 
@@ -203,13 +214,16 @@ def compiler(name: str) -> Callable[[Any], Any]:
     words = name.split()
     recorded = "reduce-overhead" in words
     if words[0] == "torch.compile":
-        return functools.partial(torch.compile, mode="reduce-overhead" if recorded else None)
+        backend = "aot_eager" if "aot_eager" in words else "inductor"
+        return functools.partial(torch.compile, mode="reduce-overhead" if recorded else None, backend=backend)
     if words[0] != "dcompile":
         return lambda model: model
     more: dict[str, Any] = {"triton.cudagraphs": True} if recorded else {}
     more |= {"recompute": "memory"} if "memory" in words else {}
     more |= {"gathers": "collective"} if "collective" in words else {}
     more |= {"max_autotune": True} if "tuned" in words else {}
+    more |= {"numerics": "bitwise"} if "bitwise" in words else {}
+    more |= {"sentinel": 200} if "sentinel" in words else {}
     return functools.partial(dcompile.compile, options={**DCOMPILE, **more})
 
 
@@ -249,6 +263,7 @@ class Training(Peer):
         began = time.perf_counter()
         self.warm_up(WARM_UP)
         self.warm_up_s = time.perf_counter() - began
+        self.checksum = checksum(self.call.parameters()) if line.deterministic else None
 
     def step(self) -> Any:
         """Run one step; return the loss."""
@@ -286,6 +301,7 @@ class Training(Peer):
     def look(self, steps: int, timelines: str) -> dict[str, Any]:
         """Measure memory, kernels, exposed communication and idle time on rank 0, with dcompile's own reports."""
         found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up_s)), "losses": self.losses}
+        found |= {} if self.checksum is None else {"checksums": self.job.all(self.checksum)}
         if self.gpu:
             found |= self.peak_memory() | self._kernels(steps)
         if self.name.startswith("dcompile"):
@@ -334,6 +350,20 @@ class Training(Peer):
         except Exception as error:
             said["profile"] = [f"failed: {first_line(error)}"]
         return said
+
+
+def checksum(parameters: Iterable[Any]) -> list[int]:
+    """Return two sums over the bits of all parameters, of which the second weights each element by its place."""
+    import torch
+
+    sums = [0, 0]
+    for parameter in parameters:
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        bits = local.detach().flatten().view({2: torch.int16, 4: torch.int32}[local.itemsize]).long()
+        places = torch.arange(1, bits.numel() + 1, device=bits.device)
+        for place, value in enumerate((bits.sum(), (bits * places).sum())):
+            sums[place] += int(value)
+    return sums
 
 
 def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
@@ -414,6 +444,7 @@ def measure(
     torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
     torch._dynamo.config.accumulated_recompile_limit = 1024
     line, found = LINES[label], dict[str, Any]()
+    torch.use_deterministic_algorithms(line.deterministic)
     peers = []
     device = torch.cuda.get_device_name() if job.device.type == "cuda" else "cpu"
     for name in arguments.peers or line.peers or DEFAULT_PEERS:
@@ -495,7 +526,7 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
     float8 = {name: found for name, found in everything.items() if "float8" in name}
     wholes = [found["ms"] for name, found in measured.items() if "by blocks" not in name]
     ours = {n: found for n, found in measured.items() if line_.whole is None or "by blocks" in n}
-    if not ours or "ms" not in base:
+    if not ours or ("ms" not in base and not line_.deterministic):
         return [f"{label}: cannot be judged, a peer is missing"]
     name = min(ours, key=lambda n: ours[n]["ms"])
     best = ours[name]
@@ -507,7 +538,8 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
                 f"{label}, {name}: {what} {value:.3f}, target {target}: {'met' if value <= target else 'MISSED'}"
             )
 
-    judge("step over torch.compile's", best["ms"] / base["ms"], line_.ratio)
+    if "ms" in base:
+        judge("step over torch.compile's", best["ms"] / base["ms"], line_.ratio)
     if wholes and float8:
         quickest = min(float8.values(), key=lambda found: found["ms"])
         judge("float8's step over bfloat16's", quickest["ms"] / min(wholes), line_.float8)
@@ -523,6 +555,12 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
         judge("exposed part of the step", best["exposed_ms"] / best["profiled_ms"], line_.exposed)
         memory = "reserved_mib" if best.get("replays") else "peak_mib"
         judge("peak memory over torch.compile's", best[memory] / base[memory], line_.memory)
+    bits = {n: found["checksums"] for n, found in line.items() if "checksums" in found}
+    if {"torch.compile aot_eager", "dcompile bitwise"} <= bits.keys():
+        equal = bits["dcompile bitwise"] == bits["torch.compile aot_eager"]
+        said.append(f"{label}: parameters after {WARM_UP} steps {'equal' if equal else 'DIFFER from'} aot_eager's")
+        if "ms" in line.get("eager", {}):
+            judge("bitwise step over eager's", measured["dcompile bitwise"]["ms"] / line["eager"]["ms"], 0.97)
     if not best.get("took_over"):
         why = "; ".join(best.get("reasons") or best.get("notes") or ["no reason given"])
         said.append(f"{label}, {name}: communication was LEFT TO STOCK: {why}")
@@ -604,7 +642,7 @@ def launch(arguments: argparse.Namespace) -> dict[str, Any]:
             "--steps",
             str(arguments.steps),
         ]
-        failed = run_job(MODULE, given, arguments.ranks, arguments.deadline, {"NCCL_NVLS_ENABLE": "0"})
+        failed = run_job(MODULE, given, arguments.ranks, arguments.deadline, VARIABLES)
         if failed:
             print(f"{label}: {failed}", file=sys.stderr, flush=True)
         found = (

@@ -92,6 +92,7 @@ STEPS = (
     BASE, "torch.compile reduce-overhead", "dcompile", "dcompile step", "dcompile reduce-overhead",
     "dcompile reduce-overhead step",
 )  # fmt: skip
+BUDGETS = (BASE, "dcompile", "dcompile budget auto", "dcompile budget base")
 BITWISE = ("eager", "torch.compile aot_eager", "dcompile bitwise", "dcompile")
 FLOAT8 = (BASE, "dcompile", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales")
 TINY = SHAPES["tiny"]
@@ -110,6 +111,10 @@ LINES = {
     ),
     "8B-fsdp2-mixed-checkpointed": Line(
         SHAPES["8B"], "fsdp2", 0.85, memory=1.0, precision="mixed", checkpointed=True, momentum=False, peers=BOTH
+    ),
+    "3B-fsdp2-budget": Line(SHAPES["3B"], "fsdp2", ratio=0.8, precision="mixed", checkpointed=True, peers=BUDGETS),
+    "8B-fsdp2-budget": Line(
+        SHAPES["8B"], "fsdp2", 0.8, precision="mixed", checkpointed=True, momentum=False, peers=BUDGETS
     ),
     "160M-ddp-amp": Line(SHAPES["160M"], "ddp", precision="amp", peers=RECORDED),
     "1B-ddp-amp": Line(SHAPES["1B"], "ddp", precision="amp", peers=BOTH),
@@ -146,6 +151,7 @@ LINES = {
     "tiny-fsdp2": Line(TINY, "fsdp2"),
     "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
     "tiny-fsdp2-blocks": Line(TINY, "fsdp2", whole=1.03, precision="mixed", peers=BLOCKS),
+    "tiny-fsdp2-budget": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, peers=BUDGETS),
     "tiny-ddp-bitwise": Line(TINY, "ddp", deterministic=True, peers=BITWISE),
     "tiny-ddp-amp": Line(TINY, "ddp", precision="amp", batches=2),
 }
@@ -155,12 +161,16 @@ PEERS = (
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
     "dcompile by blocks", "dcompile by blocks reduce-overhead", "dcompile step", "dcompile reduce-overhead step",
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
-    "torch.compile aot_eager", "dcompile bitwise", "dcompile sentinel", "eager float8", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales",
+    "torch.compile aot_eager", "dcompile bitwise", "dcompile sentinel",
+    "dcompile budget auto", "dcompile budget base", "dcompile budget 0.75", "dcompile budget 0.5",
+    "dcompile budget 0.35", "torch.compile budget 0.7", "torch.compile budget 0.4", "torch.compile budget 0.2",
+    "eager float8", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales",
     "dcompile float8 reduce-overhead", "dcompile float8 collective",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
 `by blocks` compiles each block, as torch.compile's peers do. `bitwise` is its option numerics; `sentinel` checks one of
-200 calls of each program.
+200 calls of each program. `budget` is its option memory_budget: auto, the peak of torch.compile's peer, or a part of
+dcompile's own peak without a budget. For torch.compile it is the setting activation_memory_budget of its functorch.
 
 `step` gives dcompile the optimizer, whose updates then run in the backward's program or in one of their own.
 
@@ -173,14 +183,20 @@ DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead"
 
 
 def spread(
-    model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None, mixed: bool = False
+    model: Any,
+    kind: str,
+    name: str,
+    device: Any,
+    bucket_cap_mb: float | None = None,
+    mixed: bool = False,
+    budget: str = "",
 ) -> Any:
     """Wrap or shard the model, and compile it, as the peer's user writes it; with other names it stays eager."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    compiled = compiler(name)
+    compiled = compiler(name, budget)
     if kind == "plain":
         return compiled(model)
     if kind == "ddp":
@@ -205,7 +221,18 @@ def in_float8(model: Any, device: Any) -> Any:
     return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
 
 
-def compiler(name: str) -> Callable[[Any], Any]:
+def memory_budget(word: str, job: Job, found: dict[str, Any]) -> str:
+    """Return the option memory_budget: `auto`, torch.compile's peak, or a part of dcompile's, beside other peers."""
+    import torch
+
+    if word == "auto":
+        return word
+    alone = found["torch.compile" if word == "base" else "dcompile"].get("peak_mib", 64.0)
+    held = torch.cuda.memory_allocated() / 2**20 if job.device.type == "cuda" else 0.0
+    return f"{held + alone * (1.0 if word == 'base' else float(word)):.0f}MiB"
+
+
+def compiler(name: str, budget: str = "") -> Callable[[Any], Any]:
     """Return the compiler of a peer, for its model, and for its optimizer's step if that is compiled."""
     import torch
 
@@ -224,16 +251,21 @@ def compiler(name: str) -> Callable[[Any], Any]:
     more |= {"max_autotune": True} if "tuned" in words else {}
     more |= {"numerics": "bitwise"} if "bitwise" in words else {}
     more |= {"sentinel": 200} if "sentinel" in words else {}
+    more |= {"memory_budget": budget} if budget else {}
     return functools.partial(dcompile.compile, options={**DCOMPILE, **more})
 
 
 class Training(Peer):
     """A peer: its model, its optimizer, and measurements of its steps."""
 
-    def __init__(self, name: str, line: Line, job: Job) -> None:
+    def __init__(self, name: str, line: Line, job: Job, found: dict[str, Any]) -> None:
         import torch
 
         super().__init__(name, job)
+        words = name.split()
+        budget = words[words.index("budget") + 1] if "budget" in words else ""
+        torch._functorch.config.activation_memory_budget = float(budget) if budget and words[0] == BASE else 1.0
+        self.budget = memory_budget(budget, job, found) if budget and words[0] == "dcompile" else ""
         self.line = line
         model = make(line.shape, job.device, torch.bfloat16 if line.precision == "bf16" else torch.float32)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -244,7 +276,8 @@ class Training(Peer):
             model = in_float8(model, job.device)
         given = name.endswith("step")
         first = "eager" if given else name
-        self.call = spread(model, line.kind, first, job.device, mixed=line.precision == "mixed")
+        mixed = line.precision == "mixed"
+        self.call = spread(model, line.kind, first, job.device, mixed=mixed, budget=self.budget)
         whole = name.endswith("+ optimizer")
         many = not line.momentum or (whole and name.startswith("torch.compile"))  # DTensor has no fused SGD
         kind = {"foreach": True} if many else {"fused": True}
@@ -449,7 +482,7 @@ def measure(
     device = torch.cuda.get_device_name() if job.device.type == "cuda" else "cpu"
     for name in arguments.peers or line.peers or DEFAULT_PEERS:
         try:
-            peer, error = Training(name, line, job), ""
+            peer, error = Training(name, line, job, found), ""
         except Exception as raised:  # a peer that fails is a result, and no reason to lose the others
             peer, error = None, first_line(raised)
         errors = [f"rank {rank}: {said}" for rank, said in enumerate(job.all(error)) if said]
@@ -538,6 +571,10 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
                 f"{label}, {name}: {what} {value:.3f}, target {target}: {'met' if value <= target else 'MISSED'}"
             )
 
+    if (limited := line.get("dcompile budget base", {})) and "ms" in base and "ms" in limited:
+        judge("step within torch.compile's peak, over torch.compile's", limited["ms"] / base["ms"], 0.92)
+        if "peak_mib" in limited and "peak_mib" in base:
+            judge("its peak memory over torch.compile's", limited["peak_mib"] / base["peak_mib"], 1.0)
     if "ms" in base:
         judge("step over torch.compile's", best["ms"] / base["ms"], line_.ratio)
     if wholes and float8:
@@ -554,7 +591,8 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
     if "exposed_ms" in best:
         judge("exposed part of the step", best["exposed_ms"] / best["profiled_ms"], line_.exposed)
         memory = "reserved_mib" if best.get("replays") else "peak_mib"
-        judge("peak memory over torch.compile's", best[memory] / base[memory], line_.memory)
+        if memory in base:
+            judge("peak memory over torch.compile's", best[memory] / base[memory], line_.memory)
     bits = {n: found["checksums"] for n, found in line.items() if "checksums" in found}
     if {"torch.compile aot_eager", "dcompile bitwise"} <= bits.keys():
         equal = bits["dcompile bitwise"] == bits["torch.compile aot_eager"]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,28 @@ def chunk_count(value: Any) -> int | str:
             f"dcompile: chunked_loss={number!r} should be 'auto', or a number of parts, at least 2, or 0 for none"
         )
     return number
+
+
+AUTO = "auto"
+"""The `memory_budget` that is found out when the first step begins."""
+_UNITS = {"b": 1, "gib": 1 << 30, "mib": 1 << 20, "gb": 10**9, "mb": 10**6}
+
+
+def memory_budget_bytes(given: str, total: int) -> int:
+    """Bytes of a `memory_budget` on a device with `total` bytes; 0 for none, and for `auto`. Raises OptionError."""
+    if given in ("", AUTO):
+        return 0
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", given)
+    unit = found[2].lower() if found else ""
+    try:
+        number = float(found[1]) if found else -1.0
+    except ValueError:
+        number = -1.0
+    if (unit in _UNITS and number > 0) or (not unit and 0 < number <= 1):
+        return int(number * _UNITS.get(unit, total))
+    raise OptionError(
+        f"dcompile: memory_budget={given!r} should be such as '70GiB', a part of the device from 0 to 1, or 'auto'"
+    )
 
 
 def size_bounds(value: Any) -> str:
@@ -289,6 +312,13 @@ class Config:
         "Part of the activations that the backward may keep, 0 to 1; the others are recomputed. 1 keeps those that "
         "save time.",
     )
+    memory_budget: str = setting(
+        "",
+        "Peak of the memory that a training step allocates on a device: GiB ('70GiB'), a part of the device (0.8), or "
+        "auto, what is free when the first step begins, less a margin. The backward then recomputes only what this "
+        "requires, also where the model checkpoints activations. Empty: no budget, checkpoints as the model has them.",
+        in_key=False,  # kernels depend on the graphs that it leads to
+    )
     recompute: Literal["registers", "memory"] = setting(
         "registers",
         "Pointwise operations of the forward that the backward recomputes instead of keeping their results. registers: "
@@ -493,6 +523,8 @@ class Config:
             config = dataclasses.replace(config, kernels="aten", triton_cudagraphs=True)
         if config.numerics == "bitwise":
             config = config._with_stock_bits(values)
+        if config.memory_budget and config.activation_memory_budget < 1:
+            raise OptionError("dcompile: give either memory_budget or activation_memory_budget, not both")
         if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
             return dataclasses.replace(config, dump=DUMP_DIRECTORY)
         return config
@@ -575,6 +607,8 @@ def _checked(name: str, value: Any) -> Any:
         value = _NUMERICS.get(value, value)
     if name == "size_classes":
         return size_bounds(value)
+    if name == "memory_budget":
+        memory_budget_bytes(value := str(value), 1 << 40)
     if name == "dump" and (isinstance(value, bool) or str(value).lower() in TRUTH_VALUES):
         value = DUMP_DIRECTORY if check_type(name, bool, value) else ""
     value = check_type(name, _types()[name], value)

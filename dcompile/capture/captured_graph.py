@@ -23,9 +23,11 @@ from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import gradient_positions, partition_joint, returned_views
+from dcompile.capture.memory_budget import MemoryBudget
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
+from dcompile.capture.passes.joint.memory_plan import MemoryPlan
 from dcompile.capture.passes.repeated_layers import (
     LayersDiffer,
     RepeatedLayers,
@@ -110,6 +112,8 @@ class CapturedGraph:
         """Where the graph's trace came from, once it is compiled."""
         self.grads: tuple[tuple[int, int], ...] = ()
         """(position among the backward's outputs, parameter number)."""
+        self.budget: MemoryBudget | None = None
+        """The model's memory budget, if this graph is planned for it."""
         self.unsure: tuple[int, ...] = ()
         """Parameters whose gradients may be absent from a backward."""
         self.later: set[int] = set()
@@ -141,6 +145,7 @@ class CapturedGraph:
         """Compile the graph, from the cached trace of an earlier start if there is one."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         self.examine(gm, example_inputs)
+        self._prepare_budget(gm, example_inputs)
         store = self.model.services.compiler.traces() if self.mode.needs_data else None
         trace = self.trace = GraphTrace(store, lambda symbols: self._trace_key(gm, example_inputs, symbols))
         if trace.cached is not None:
@@ -168,6 +173,53 @@ class CapturedGraph:
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
 
+    def _prepare_budget(self, gm: Any, example_inputs: Sequence[Any]) -> None:
+        """Let ranks agree on what a step may allocate, if the graph is planned for a memory budget."""
+        budget = self.model.budget
+        trained = [at for at, value in enumerate(example_inputs) if _is_trained(value)]
+        if budget is None or not torch.is_grad_enabled() or not trained or not self.mode.needs_data:
+            return
+        if self.may_be_partial:
+            why = "other graphs of a call save values as well; it is for models of one graph"
+        elif compat.sizes.size_symbols(gm) or not all(map(_has_fixed_size, example_inputs)):
+            why = "sizes vary"
+        else:
+            group, sharded = self.adapter.group, self.sync.sharded is not None
+            ranks = 1 if group is None else torch.distributed.get_world_size(group)
+            nbytes = sum(_master_bytes(example_inputs[at]) // (ranks if at in self.gathered else 1) for at in trained)
+            budget.agree(torch.device(self.device), nbytes, sharded, group)
+            self.budget = budget
+            return
+        self.notes.append(f"memory_budget={budget.given} does not apply to graph {self.number}: {why}")
+
+    def _saved_by_budget(self, joint: Any, gradients: int) -> Callable[..., Any] | None:
+        """Return the function that chooses what the forward saves, if there is a memory budget."""
+        if self.budget is None:
+            return None
+        shards = self.find_shards(joint)
+        inputs, output = joint.graph.find_nodes(op="placeholder"), joint.graph.output_node().args[0]
+        at = {number for number, node in enumerate(inputs) if node in shards}
+        reduced = {output[gradients + place].name for place, index in self.facts.gradients if index in at}
+        units = Counter[int]()
+        for node in shards:
+            shard = self.infos[self.sharded[node.name]].shard
+            if shard is not None:
+                units[shard.together] += node.meta["val"].numel()
+        # one unit is gathered ahead, and the gradients of one are being reduced, in float32
+        ahead = max(units.values(), default=0) * (2 + 4)
+
+        def took(plan: MemoryPlan, note: str) -> None:
+            self.facts = replace(self.facts, peaks=(plan.peak_bytes, plan.default_bytes))
+            self.notes.append(note)
+
+        return self.budget.chooser(
+            torch.device(self.device),
+            took,
+            sharded=frozenset(node.name for node in shards),
+            scattered=frozenset(reduced),
+            gathered_ahead_bytes=ahead,
+        )
+
     def _trace_key(self, gm: Any, example_inputs: Sequence[Any], symbols: SizeSymbols) -> str:
         """Return the trace's name in the cache, which follows from all that it depends on. Raises NotKeepable."""
         infos = self.infos if self.sync.sharded is not None else ()
@@ -176,6 +228,7 @@ class CapturedGraph:
             f"token {self.adapter.carries_sync} goes on {self.may_be_partial} on {self.mode.planned_for} {self.device}",
             f"figures {figures_by_type(torch.device(self.device).type)}",  # masks are skipped where they gain
             f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
+            f"memory {None if self.budget is None else self.budget.allowed_bytes}",
         )
         return trace_key(gm, example_inputs, self.model.settings.config, facts, symbols)
 
@@ -247,16 +300,23 @@ class CapturedGraph:
             fusible=compiler.fusible(),
             memory_budget=config.activation_memory_budget,
             recompute_library_operands=config.recompute == "memory",
+            choose_saved=self._saved_by_budget(joint, num_fwd_outputs),
             **keywords,
         )
+        self._expect_peaks()
         if may_lack:
             self.facts = replace(self.facts, shapes_kept=shapes_of(backward, tangents(backward)))
         self.backward_graph = backward
         return forward, backward
 
+    def _expect_peaks(self) -> None:
+        if self.budget is not None and self.facts.peaks is not None:
+            self.budget.plans.append(self.facts.peaks)
+
     def take_parts(self, cached: KeptTrace) -> tuple[Any, Any]:
         """Return forward and backward of a cached trace, which were rewritten in an earlier start."""
         self._take_facts(cached.facts)
+        self._expect_peaks()
         self.find_shards(cached.forward)
         self.backward_graph = cached.backward
         return cached.forward, cached.backward
@@ -403,6 +463,19 @@ def _gathered_positions(
 def _leaves(inputs: Sequence[Any]) -> dict[int, Callable[[], Any]]:
     trained = ((at, x) for at, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter) and x.requires_grad)
     return {position: weakref.ref(value) for position, value in trained}
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) and value.requires_grad
+
+
+def _has_fixed_size(value: Any) -> bool:
+    return not isinstance(value, torch.SymInt) and (not isinstance(value, torch.Tensor) or compat.sizes.is_fixed(value))
+
+
+def _master_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter as the optimizer has it: virtual parameters have the dtype in which they are gathered."""
+    return parameter.numel() * 4
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

@@ -21,6 +21,7 @@ from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import WATCHED, PlainAdapter, new_subject
 from dcompile.capture.call_state import GraphView, Invocation, Variant
 from dcompile.capture.capture_digest import compare_captures
+from dcompile.capture.memory_budget import MemoryBudget
 from dcompile.capture.passes.dynamo.replaced_layers import group_loop, sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
 from dcompile.capture.train_step.optimizer_step import OptimizerStep
@@ -93,6 +94,11 @@ class CompiledModel:
         self.inside: list[CompiledModel] = []
         """Modules inside that DDP or FSDP synchronizes and a call has reached: each is compiled by itself."""
         self.shared_buckets = SharedBuckets()
+        given = settings.config.memory_budget
+        self.budget = MemoryBudget(self, given) if given else None
+        """The memory budget, if the user gave one."""
+        self.is_replanned = False
+        """Whether the next call captures all graphs again, for another memory plan."""
         self.step: OptimizerStep | None = None
         """The optimizer whose updates run in the backward's programs, if the user has named it."""
         self.while_capturing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -100,6 +106,8 @@ class CompiledModel:
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
+        self.frames: Callable[[], Any] = lambda: None
+        """Weak reference to the compiled code that calls may enter by themselves."""
         self._released: tuple[weakref.ref[GraphView], ...] = ()
         self._owes_report = False
 
@@ -145,6 +153,14 @@ class CompiledModel:
             return False
         self.sync.forget_buckets()
         return bool(self.graphs)
+
+    def plan_again(self) -> None:
+        """Drop all graphs; the next call captures them for another memory plan."""
+        self.sync.forget_buckets()
+        self.graphs, self.variants, self.newest = [], {}, None
+        self.is_replanned = True
+        if (frames := self.frames()) is not None:
+            frames.drop()
 
     # --- forward ---
 

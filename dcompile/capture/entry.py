@@ -204,6 +204,9 @@ class Entry:
             self._attach(ddp)
         elif inside_ddp and self.model.is_outdated():
             self._compiled = None
+        if self.model.is_replanned and self._compiled is not None:
+            self.model.is_replanned = False
+            self._compiled = self._compile()
         if self._compiled is None:
             if self._is_part_of_whole():
                 return self.target(*args, **kwargs)
@@ -582,6 +585,7 @@ class Entry:
         made.codes.append(own)
         made.backends.append(backend)
         self._frames.begin(function, weakref.ref(model), direct=not model.adapter.synchronizes)
+        model.frames = weakref.ref(self._frames)
         if self._equal is not None:
             self._equal.leave(self._frames)
             self._equal = None

@@ -40,6 +40,7 @@ def partition_joint(
     fusible: tuple[frozenset[Any], frozenset[Any]],
     memory_budget: float = 1.0,
     recompute_library_operands: bool = False,
+    choose_saved: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> tuple[Any, Any]:
     """Cut a joint graph into forward and backward by torch's min-cut; add the token if the adapter needs it.
@@ -49,6 +50,7 @@ def partition_joint(
     `memory_budget`: fraction of the usual saved bytes that may be saved.
     `recompute_library_operands`: whether the backward may also recompute operands of library calls, which it must then
     write to memory.
+    `choose_saved`: chooses which values are saved, in place of torch: see `compat.aot.min_cut_partition`.
     """
     ahead = return_marked(joint, num_fwd_outputs)
     forward, backward = compat.aot.min_cut_partition(
@@ -58,6 +60,7 @@ def partition_joint(
         memory_budget,
         recompute_library_operands,
         minimum_cut,
+        choose_saved,
         num_fwd_outputs=num_fwd_outputs + ahead,
         **keywords,
     )

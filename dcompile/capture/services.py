@@ -139,6 +139,10 @@ def _no_objection(_group: Any, _subject: str, mine: str) -> str:
     return mine
 
 
+def _own_number(_group: Any, _subject: str, mine: int) -> int:
+    return mine
+
+
 def _no_layout(_params: Any, _rule: Any) -> tuple[Bucket, ...]:
     return ()
 
@@ -244,6 +248,8 @@ class Services:
     """(device, process group or None) -> the machine's figures; the same on every rank of the group."""
     any_rank_objection: Callable[[Any, str, str], str] = _no_objection
     """(process group, subject, this rank's text or "") -> one rank's text, the same on all ranks; all call this."""
+    least: Callable[[Any, str, int], int] = _own_number
+    """(process group or None, subject, this rank's number) -> the least number of all ranks; all call this."""
     renew: Callable[[], Services] | None = None
     """Function that makes the same services again, for a module inside that is compiled by itself."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout

@@ -92,6 +92,7 @@ def min_cut_partition(
     memory_budget: float = 1.0,
     recompute_library_operands: bool = False,
     minimum_cut: Callable[..., Any] | None = None,
+    choose_saved: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> tuple[Any, Any]:
     """Partition a joint graph as torch does, by a minimum cut between saving and recomputing: (forward, backward).
@@ -102,6 +103,7 @@ def min_cut_partition(
     `memory_budget`: part of the bytes that would be saved; the rest is recomputed.
     `recompute_library_operands`: the backward may also recompute tensors that it then has to write for a library call.
     `minimum_cut` replaces networkx's function; it gets that function as an argument, for graphs that it cannot cut.
+    `choose_saved` chooses the saved values: see `patches.partitioner.saved_values_chosen_by`.
 
     Views of whole tensors are never saved, but their bases are. With both as candidates, torch may save a matmul's
     result and also the view of what was computed from it. The latter alone would suffice for a ReLU between two linear
@@ -115,7 +117,9 @@ def min_cut_partition(
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
-    request = PatchRequest(fusible=fusible, recomputable=recomputable, minimum_cut=minimum_cut)
+    request = PatchRequest(
+        fusible=fusible, recomputable=recomputable, minimum_cut=minimum_cut, choose_saved=choose_saved
+    )
     with patched("partition", request), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
@@ -170,6 +174,10 @@ def hooked_leaves() -> frozenset[int]:
     return frozenset(n for n, leaf in leaves if leaf is not None and leaf._backward_hooks)
 
 
+_NO_REGION = 1 << 30
+"""Number of what `always_recompute` marks, after those of all checkpointed regions."""
+
+
 def always_recompute(node: Any) -> None:
     """Force the partitioner to recompute this node in the backward, whatever that costs.
 
@@ -179,7 +187,7 @@ def always_recompute(node: Any) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = 1 << 30
+    node.meta["ac_graph_id"] = _NO_REGION
 
 
 def prefer_recompute(node: Any, region: int) -> None:
@@ -194,6 +202,19 @@ def checkpoint_region(node: Any) -> int | None:
     """The number of the checkpointed region that a node is in, if it is in one."""
     number: int | None = node.meta.get("ac_graph_id")
     return number
+
+
+def checkpointed_by_user(node: Any) -> int | None:
+    """The number of the region that the user checkpoints, and that a node is in, if it is in one."""
+    number = checkpoint_region(node)
+    return None if number == _NO_REGION else number
+
+
+def is_saved_by_mark(node: Any) -> bool:
+    """Whether a node is marked to be saved for the backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def number_region(node: Any, region: int) -> None:

@@ -80,6 +80,8 @@ class TraceFacts:
     """Positions of results that are views made under `torch.no_grad()`."""
     notes: tuple[str, ...] = ()
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    peaks: tuple[int, int] | None = None
+    """Bytes that a memory plan predicts: see `memory_budget.Peaks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,14 @@ def kept_trace(text: str, symbols: SizeSymbols) -> KeptTrace | str:
 def _facts(found: Mapping[str, Any]) -> TraceFacts:
     gradients = tuple((place, position) for place, position in found["gradients"])
     lists = {name: tuple(found[name]) for name in ("shapes_kept", "without_gradients", "notes")}
+    peaks = None if found["peaks"] is None else tuple(map(int, found["peaks"]))
     return TraceFacts(
-        gradients, found["results"], found["may_have_absent_grads"], fallbacks=found["fallbacks"], **lists
+        gradients,
+        found["results"],
+        found["may_have_absent_grads"],
+        fallbacks=found["fallbacks"],
+        peaks=peaks,  # type: ignore[arg-type]  # two numbers
+        **lists,
     )
 
 
@@ -355,7 +363,7 @@ def _node_notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the entries' format. It is part of each key."""
 _ELSEWHERE = frozenset(
     (

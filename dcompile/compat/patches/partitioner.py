@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import re
 import sys
 import types
@@ -54,6 +55,70 @@ def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> c
         )
 
     return replaced_attribute(partitioners, "get_default_op_list", lambda own: lambda: extended(own()))
+
+
+def saved_values_chosen_by(choose: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
+    """While graphs are partitioned, let `choose` revise which values are saved.
+
+    It gets the joint graph's nodes, those of forward and backward, the values that torch would save without the user's
+    checkpoints and with them, and two tests: whether loops hold an operation, and whether it may run again.
+    """
+    from torch._functorch import partitioners
+
+    if choose is None:
+        return contextlib.nullcontext()
+    chosen = choose
+
+    def choosing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def choose_saved(joint: Any, facts: Any, *rest: Any, **how: Any) -> Any:
+            theirs = own(joint, facts, *rest, **how)
+            with _without_checkpoints(joint) as marked:
+                free = own(joint, facts, *rest, **how) if marked else theirs
+            forward, backward = frozenset(facts.required_fw_nodes), frozenset(facts.tangents_closure)
+            is_fused = _fusion_test(partitioners.get_default_op_list())
+            return chosen(tuple(joint.nodes), forward, backward, tuple(free), tuple(theirs), is_fused, _may_run_again)
+
+        return choose_saved
+
+    return replaced_attribute(partitioners, "choose_saved_values_set", choosing)
+
+
+@contextlib.contextmanager
+def _without_checkpoints(joint: Any) -> Iterator[bool]:
+    """Hide the marks of regions that the user checkpoints; yield whether there are any."""
+    from torch._functorch import partitioners
+
+    from dcompile.compat.aot import checkpointed_by_user
+
+    asked = [n for n in joint.nodes if partitioners.must_recompute(n) and checkpointed_by_user(n) is not None]
+    marks = {node: node.meta.pop("recompute") for node in asked}
+    try:
+        yield bool(marks)
+    finally:
+        for node, mark in marks.items():
+            node.meta["recompute"] = mark
+
+
+def _fusion_test(ops: Any) -> Callable[[Any], bool]:
+    def is_fused(node: Any) -> bool:
+        if node.target is operator.getitem:
+            return is_fused(node.args[0])
+        return node.op == "call_function" and bool(ops.is_fusible(node) or ops.is_view(node))
+
+    return is_fused
+
+
+def _may_run_again(node: Any) -> bool:
+    """Whether running an operation a second time gives the same values and has no other effect."""
+    import torch
+
+    from dcompile.compat.patches.random_numbers import draws
+
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or changes(node):
+        return False
+    return not str(node.target).startswith(("_c10d_functional", "c10d")) and not draws(node)
 
 
 def _views_of_parts() -> frozenset[Any]:

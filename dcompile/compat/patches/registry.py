@@ -311,6 +311,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         "with a memory budget the backward draws other random numbers, and two equal calls that draw become one",
         ("graph", "partition"),  # bodies of conditions and loops are cut while their graph is traced
     ),
+    TorchPatch(
+        partitioner.saved_values_chosen_by,
+        (f"{_PARTITIONERS}.choose_saved_values_set",),
+        "takeover",
+        "under a memory budget dcompile chooses what is saved, by the peak of the step",
+        PARTITION,
+        lambda request: (request.choose_saved,),
+    ),
     *ON_DEMAND,
 )
 

@@ -99,6 +99,10 @@ class Frames:
         self._owner, self._usual = owner, _usual_stance()
         self.stance = self._usual if direct else None
 
+    def drop(self) -> None:
+        """Enter no code by itself until another call has run."""
+        self.ways, self.last, self._waiting = (), None, []
+
     def add(self, code: types.CodeType, guarded: Any) -> None:
         """Add code that Dynamo has just compiled for this code object. It is used from the next `settle` on."""
         if self._function is not None and self._function.__code__ is code:

@@ -36,6 +36,7 @@ class PatchRequest:
     fusible: frozenset[Any] = frozenset()
     recomputable: frozenset[Any] = frozenset()
     minimum_cut: Callable[..., Any] | None = None
+    choose_saved: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -100,16 +100,32 @@ def any_rank_objection(group: Any, subject: str, mine: str) -> str:
     Raises PlanMismatchError if a rank does not come in time, or goes on without calling.
     """
     peers = peers_of(group)
-    return mine if peers is None else _hear(peers, subject, mine, _limit_s(peers))
+    if peers is None:
+        return mine
+    said = f"rank {peers.rank}: {mine}" if mine else ""
+    return _hear(peers, subject, said, _limit_s(peers), lambda texts: next(filter(None, texts), ""))
 
 
-def _hear(peers: PeerCoordinator, subject: str, mine: str, timeout_s: float) -> str:
+def least(group: Any, subject: str, mine: int) -> int:
+    """Return the least number that the ranks of `group` give. All ranks call this and get the same answer.
+
+    Raises PlanMismatchError if a rank does not come in time, or goes on without calling.
+    """
+    peers = peers_of(group)
+    if peers is None:
+        return mine
+    return int(_hear(peers, subject, str(mine), _limit_s(peers), lambda texts: min(texts, key=int)))
+
+
+def _hear(
+    peers: PeerCoordinator, subject: str, mine: str, timeout_s: float, choose: Callable[[Sequence[str]], str]
+) -> str:
+    """Return what the last rank to come has chosen from the texts of all ranks, in their order."""
     number, place = _next_meeting(peers)
-    if mine:
-        peers.store.compare_set(f"{place}/said", "", f"rank {peers.rank}: {mine}")
+    peers.store.set(f"{place}/said/{peers.rank}", mine)
     if peers.store.add(f"{place}/count", 1) == peers.world:
-        said = peers.store.get(f"{place}/said").decode() if peers.store.check([f"{place}/said"]) else ""
-        peers.store.set(f"{place}/verdict", said)
+        said = [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
+        peers.store.set(f"{place}/verdict", choose(said))
     _wait(peers, f"{place}/verdict", number, [(subject, "")], timeout_s)
     verdict: str = peers.store.get(f"{place}/verdict").decode()
     return verdict

@@ -46,7 +46,7 @@ SUB_LEVELS = {
     "dcompile.compiler": (("autotune", "compute_regions", "numerics"), ("driver",), ("caching",), ("dry_run",)),
     "dcompile.capture": (
         ("services",), ("capture_digest", "aliasing"), ("passes",), ("warm_start",), ("call_state",), ("adapters",),
-        ("train_step",),
+        ("memory_budget", "train_step"),
         ("callables", "compiled_model", "joint_graph"),
         ("captured_graph",),
         ("graph_programs",),
@@ -383,7 +383,10 @@ def test_no_method_is_assigned() -> None:
     assert not replaced_methods("found = made()  # type: ignore[assignment]", "dcompile.api")
 
 
-KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services", "dcompile.capture.warm_start.")
+KNOW_DEVICES = (
+    "dcompile.capture.adapters.", "dcompile.capture.memory_budget", "dcompile.capture.services",
+    "dcompile.capture.warm_start.",
+)  # fmt: skip
 """Modules of the packages below that may compare types of devices: they are about memory and machines, not code."""
 
 

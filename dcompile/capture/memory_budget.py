@@ -102,11 +102,11 @@ class MemoryBudget:
             saved: tuple[Any, ...],
             checkpointed: tuple[Any, ...],
             is_fused: Callable[[Any], bool],
-            is_again: Callable[[Any], bool],
+            may_rerun: Callable[[Any], bool],
         ) -> tuple[Any, ...]:
             assert self.allowed_bytes is not None, "ranks agree before a graph is traced"
             request = MemoryRequest(self.allowed_bytes, figures_by_type(device.type), **sharding)
-            partition = Partition(forward, backward, saved, checkpointed, is_fused, is_again)
+            partition = Partition(forward, backward, saved, checkpointed, is_fused, may_rerun)
             plan = plan_saved_values(partition, nodes, request)
             took(plan, plan.note(self.given, self._before_bytes + plan.peak_bytes, self.budget_bytes))
             return plan.saved

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.patches.lean_wrappers import unpack_arguments
+from dcompile.compat.patches.random_numbers import NO_REGION
+from dcompile.compat.patches.random_numbers import checkpointed_by_user as checkpointed_by_user
 from dcompile.compat.patches.random_numbers import is_drawn_again as is_drawn_again
 from dcompile.compat.patches.random_numbers import never_recompute as never_recompute
 from dcompile.compat.patches.registry import patched
@@ -174,10 +176,6 @@ def hooked_leaves() -> frozenset[int]:
     return frozenset(n for n, leaf in leaves if leaf is not None and leaf._backward_hooks)
 
 
-_NO_REGION = 1 << 30
-"""Number of what `always_recompute` marks, after those of all checkpointed regions."""
-
-
 def always_recompute(node: Any) -> None:
     """Force the partitioner to recompute this node in the backward, whatever that costs.
 
@@ -187,7 +185,7 @@ def always_recompute(node: Any) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = _NO_REGION
+    node.meta["ac_graph_id"] = NO_REGION
 
 
 def prefer_recompute(node: Any, region: int) -> None:
@@ -202,12 +200,6 @@ def checkpoint_region(node: Any) -> int | None:
     """The number of the checkpointed region that a node is in, if it is in one."""
     number: int | None = node.meta.get("ac_graph_id")
     return number
-
-
-def checkpointed_by_user(node: Any) -> int | None:
-    """The number of the region that the user checkpoints, and that a node is in, if it is in one."""
-    number = checkpoint_region(node)
-    return None if number == _NO_REGION else number
 
 
 def is_saved_by_mark(node: Any) -> bool:

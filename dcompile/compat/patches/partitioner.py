@@ -88,7 +88,7 @@ def _without_checkpoints(joint: Any) -> Iterator[bool]:
     """Hide the marks of regions that the user checkpoints; yield whether there are any."""
     from torch._functorch import partitioners
 
-    from dcompile.compat.aot import checkpointed_by_user
+    from dcompile.compat.patches.random_numbers import checkpointed_by_user
 
     asked = [n for n in joint.nodes if partitioners.must_recompute(n) and checkpointed_by_user(n) is not None]
     marks = {node: node.meta.pop("recompute") for node in asked}

@@ -17,6 +17,9 @@ from typing import Any
 
 from dcompile.compat.patches.torch_patch import replaced_attribute
 
+NO_REGION = 1 << 30
+"""Number of what `compat.aot.always_recompute` marks, after those of all checkpointed regions."""
+
 
 def no_unread_counters() -> contextlib.AbstractContextManager[Any]:
     """Create no states of random-number counters while graphs are traced, since nothing reads them unless they are set.
@@ -109,6 +112,12 @@ def never_recompute(node: Any) -> None:
     parts = (user for user in node.users if user.target is operator.getitem)
     for kept in (node, *parts):
         kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def checkpointed_by_user(node: Any) -> int | None:
+    """The number of the region that the user checkpoints, and that a node is in, if it is in one."""
+    number: int | None = node.meta.get("ac_graph_id")
+    return None if number == NO_REGION else number
 
 
 def is_drawn_again(node: Any) -> bool:

@@ -62,7 +62,7 @@ class Partition:
     """The same if it recomputes what the user has marked to be recomputed."""
     is_fused: Callable[[Node], bool]
     """Whether an operation becomes part of a loop, so that its result need not be in memory."""
-    is_again: Callable[[Node], bool]
+    may_rerun: Callable[[Node], bool]
     """Whether an operation may run again: it draws no numbers, exchanges nothing, and has no other effects."""
 
 
@@ -209,8 +209,8 @@ class _Graph:
 
     def with_inputs(self, saved: frozenset[Node]) -> tuple[Node, ...]:
         """Return saved values in the graph's order, with inputs and sizes from which others are recomputed."""
-        again = self.recomputed(saved)
-        inputs = {node for one in again for node in one.all_input_nodes if node.op == "placeholder"}
+        recomputed = self.recomputed(saved)
+        inputs = {node for one in recomputed for node in one.all_input_nodes if node.op == "placeholder"}
         inputs |= {node for node in self.roots_needed if node.op == "placeholder"}
         inputs |= {node for node in self.partition.saved if node.op == "placeholder"}
         return tuple(sorted(saved | inputs, key=self.place.__getitem__))
@@ -350,17 +350,17 @@ class _State:
 
 @dataclass(slots=True)
 class _Order:
-    """The greedy order. `again`: what the backward recomputes so far; `readers`: node -> candidates that run it."""
+    """The greedy order. `rerun`: what the backward recomputes so far; `readers`: node -> candidates that run it."""
 
     graph: _Graph
     saved: set[Node] = field(init=False)
-    again: set[Node] = field(init=False)
+    rerun: set[Node] = field(init=False)
     chains: dict[Node, set[Node]] = field(init=False, default_factory=dict)
     readers: dict[Node, set[Node]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.saved = set(self.graph.partition.saved)
-        self.again = self.graph.recomputed(frozenset(self.saved))
+        self.rerun = self.graph.recomputed(frozenset(self.saved))
 
     def states(self) -> list[_State]:
         """Return all plans, from the one that saves the most."""
@@ -374,7 +374,7 @@ class _Order:
                 continue  # dropped, or offered again at another price since
             chain = self.chains.pop(node)
             self.saved.discard(node)
-            self.again |= chain
+            self.rerun |= chain
             spent += sum(self.graph.picoseconds.get(one, 0) for one in chain)
             found.append(self._state(spent))
             changed = {other for one in chain for other in self.readers.get(one, ())}
@@ -416,10 +416,10 @@ class _Order:
         while waiting:
             one = waiting.pop()
             # marked to be saved: a copy of an input that the forward changes, for example
-            if not self.graph.partition.is_again(one) or compat.aot.is_saved_by_mark(one):
+            if not self.graph.partition.may_rerun(one) or compat.aot.is_saved_by_mark(one):
                 return None
             for source in one.all_input_nodes:
-                if source.op == "placeholder" or source in self.saved or source in self.again or source in found:
+                if source.op == "placeholder" or source in self.saved or source in self.rerun or source in found:
                     continue
                 found.add(source)
                 waiting.append(source)

@@ -6,8 +6,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.dynamo import register_backend as _register_backend
 from dcompile.compat.versions import check_torch as _check_torch
+from dcompile.compat.versions import register_backend as _register_backend
 from dcompile.config import Config
 
 if TYPE_CHECKING:

@@ -10,11 +10,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch._guards import TracingContext
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
 
 def _metadata() -> Any:
     """AOTAutograd's metadata of the forward's inputs and results, inside one of its compilers; None elsewhere."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
 
@@ -94,8 +98,6 @@ def _shown_results(metadata: Any) -> list[Any]:
 
     A DTensor's mesh counts as a result of the traced graph, and is left out.
     """
-    from torch._library.fake_class_registry import FakeScriptObject
-
     return [info for info in metadata.output_info if not issubclass(info.raw_type, FakeScriptObject)]
 
 
@@ -236,10 +238,6 @@ def description_types() -> Mapping[str, Any]:
 @functools.cache
 def result_types() -> Mapping[str, type]:
     """Name -> type that AOTAutograd records for results."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
     found: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
     found += (int, float, bool, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
     return {kind.__name__: kind for kind in found}

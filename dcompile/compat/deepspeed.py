@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from dcompile.compat.zero import stock_linear
 
 _ENGINE = "deepspeed.runtime.engine"
@@ -122,8 +124,6 @@ def stage_of(engine: Any) -> int:
 
 def process_group(engine: Any) -> Any:
     """Process group over which gradients are averaged."""
-    import torch.distributed as dist
-
     group = engine.seq_data_parallel_group
     return dist.group.WORLD if group is None else group
 

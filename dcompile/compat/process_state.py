@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.library
 
 from dcompile.compat.attention import chosen_flash_attention
 
@@ -107,8 +108,6 @@ def _functorch_settings() -> str:
 
 def _registrations() -> Iterator[str]:
     """Yield implementations and decompositions that Python code has registered for torch's own operators."""
-    import torch.library
-
     aten = sorted(name for name in torch.library._impls if name.startswith("aten/"))
     for name in aten:
         if name.rpartition("/")[2] not in _BACKENDS and name not in _TORCHS:

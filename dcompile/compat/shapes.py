@@ -11,14 +11,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch.nn import Module
+
 NAMES = ("dynamic_shapes", "shapes_spec")
 """Names of the argument, newest first."""
 
 
 def argument() -> str | None:
     """Name of the argument in this torch; None if it has none."""
-    import torch
-
     known = inspect.signature(torch.compile).parameters
     return next((name for name in NAMES if name in known), None)
 
@@ -28,8 +29,6 @@ def requested_spec(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises TypeError if torch has no such argument, or if it was given under both names.
     """
-    import torch
-
     found = {name: value for name, value in given.items() if value is not None}
     if not found:
         return {}
@@ -87,8 +86,6 @@ def for_entry(limits: Mapping[str, Any], function: Callable[..., Any]) -> Any:
 
 def _named(function: Any) -> Callable[..., Any]:
     """Function whose parameters a spec names: for a module, and for the methods that call it, its forward."""
-    from torch.nn import Module
-
     owner = getattr(function, "__self__", function)
     calls_it = function is owner or getattr(function, "__name__", "") in ("_call_impl", "_wrapped_call_impl")
     forward: Callable[..., Any] = owner.forward if isinstance(owner, Module) and calls_it else function

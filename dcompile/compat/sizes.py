@@ -11,6 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import Any
 
+import torch
+import torch.fx.experimental._config as config
+from torch._guards import detect_fake_mode
+from torch._subclasses import fake_tensor
+
 from dcompile.passes import PassReport
 
 
@@ -47,9 +52,6 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
     more work than the result itself: 11.7 s instead of 9.3 for a Llama layer (docs/lab/runtime.md, R7). For sizes that
     are numbers, the cache saves a quarter.
     """
-    import torch
-    from torch._guards import detect_fake_mode
-    from torch._subclasses import fake_tensor
 
     def is_symbolic(value: Any) -> bool:
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -86,8 +88,6 @@ def multiply_pairwise(gm: Any) -> PassReport:
 
 def is_symbolic_number(value: Any) -> bool:
     """Whether a traced value is a number that depends on sizes of inputs."""
-    import torch
-
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
@@ -100,8 +100,6 @@ def adding_no_guards(gm: Any) -> contextlib.AbstractContextManager[Any]:
 
 def guard_count(gm: Any) -> int:
     """Number of guards on symbolic sizes so far; reading a size's value adds one."""
-    import torch
-
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -183,8 +181,6 @@ def known_divisor(shape_env: Any, symbol: Any) -> int:
 
 def invents_sizes(op: Any) -> bool:
     """Whether tracing evaluates data-dependent sizes: torch 2.11 counts the distinct elements of a tensor of zeros."""
-    import torch
-
     return str(op) == "aten._unique.default" and torch.Tag.dynamic_output_shape not in op.tags
 
 
@@ -198,8 +194,6 @@ def reads_values(gm: Any) -> bool:
 
 def size_inputs(gm: Any) -> tuple[int, ...]:
     """Positions of a traced graph's inputs that are sizes; those alone that others follow from, if there are such."""
-    import torch
-
     places = enumerate(gm.graph.find_nodes(op="placeholder"))
     sizes = [(place, value) for place, node in places if isinstance(value := node.meta.get("val"), torch.SymInt)]
     symbols = tuple(place for place, value in sizes if value.node.expr.is_symbol)
@@ -208,8 +202,6 @@ def size_inputs(gm: Any) -> tuple[int, ...]:
 
 def size_symbols(gm: Any) -> dict[Any, Any]:
     """Size symbols of a graph -> their shape environment."""
-    import torch
-
     found: dict[Any, Any] = {}
     seen: set[int] = set()  # in a trace from the cache, values of one layout are one tensor, which the graph holds
     for node in gm.graph.nodes:
@@ -226,8 +218,6 @@ def size_symbols(gm: Any) -> dict[Any, Any]:
 
 def symbols_of(values: Iterable[Any]) -> set[Any]:
     """Size symbols in tensors, numbers, and tuples of them."""
-    import torch
-
     found: set[Any] = set()
     for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -308,7 +298,5 @@ def size_operations() -> dict[str, Any]:
 
 def size_settings() -> str:
     """Return torch's settings for symbolic sizes as text."""
-    import torch.fx.experimental._config as config
-
     values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
     return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))

@@ -7,6 +7,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _OURS = f"{Path(__file__).parents[1]}/"
 
@@ -29,6 +31,4 @@ def _last_frame(trace: str) -> str:
 
 @cache
 def _torchs_folder() -> str:
-    import torch
-
     return f"{Path(torch.__file__).parent}/"

@@ -8,13 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
 
 from dcompile.compat.dispatch_watch import STANDS_IN
-
-if TYPE_CHECKING:
-    import torch
-
 
 # --- stages 1 and 2: parameters in flat groups, of which each rank updates a part -------------------------------------
 
@@ -61,8 +60,6 @@ class PartGradients(list[Any]):
 
 def new_partition(engine: Any, group: FlatGroup, rank: int) -> PartGradients:
     """Zero gradients of this rank's part of a group. Views that belong to no parameter are marked as padding."""
-    import torch
-
     dtype, device = engine.optimizer.gradient_accumulation_dtype, group.places[0][0].device
     flat = torch.zeros(group.part, dtype=dtype, device=device)
     views, end, first = PartGradients(), 0, rank * group.part
@@ -121,8 +118,6 @@ def unsilence(engine: Any) -> None:
 
 def virtual_parameter(parameter: Any) -> torch.nn.Parameter:
     """Parameter like the gathered one, but without memory, for tracing. Its elements must not be read."""
-    import torch
-
     tensor = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device=parameter.ds_tensor.device)
     tensor.untyped_storage().resize_(0)
     made = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
@@ -219,8 +214,6 @@ def stock_linear() -> Iterator[None]:
     That function saves no gathered weight; compiled graphs save parameters as such. When torch 2.11's TorchDynamo
     traces it, with any backend, layers with a bias have no gradients: `output += bias` in its forward detaches them.
     """
-    import torch.nn.functional as functional
-
     known = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     stock = getattr(getattr(known, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
     before = functional.linear

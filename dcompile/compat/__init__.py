@@ -30,16 +30,13 @@ if TYPE_CHECKING:
         guards,
         hooks,
         inductor,
-        losses,
-        shapes,
+        process_state,
         shard_extensions,
         sizes,
         storage_holders,
         storage_offsets,
         tensors,
-        torch_logs,
         versions,
-        zero,
     )
     from dcompile.compat.patches import (
         lean_wrappers,

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dcompile.compat.aot_bundle import globals_saved, unread_gradients_left_out
 from dcompile.compat.patches.registry import patched
 from dcompile.compat.patches.torch_patch import PatchRequest
-from dcompile.compat.shapes import of_context
+from dcompile.compat.sizes import of_context
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, zero
+from dcompile.compat import absent_ranks, aot_bundle, aot_trace, deepspeed, dispatch_watch, groups, guards
 from dcompile.compat.patches.torch_patch import GRAPH_COMPILE, GUARDS, TRACERS, TorchPatch
 
 if TYPE_CHECKING:  # importing dcompile loads no torch
@@ -224,7 +224,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when precompiling ends",
     ),
     TorchPatch(
-        zero.stock_linear,
+        deepspeed.stock_linear,
         ("torch.nn.functional.linear",),
         "correctness",
         "ZeRO 3's own linear has no gradients where it is traced",

@@ -84,7 +84,6 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         if not self.rests and not str(func).startswith(_METADATA):
             for leaf in tree_leaves((args, kwargs)):
                 number = self._storages.get(_key(leaf))
@@ -147,7 +146,6 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         self._compute = compute
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         if str(func).startswith(_METADATA):
             return func(*args, **(kwargs or {}))
         return self._compute(func, args, kwargs or {})

@@ -163,7 +163,6 @@ class UnrunProgram:
         self._shapes = shapes
 
     def __call__(self, args: list[Any], *, buckets: Any = None, sync: bool = False) -> list[Any]:
-        del sync
         with torch.no_grad():
             results = self._shapes.results(args)
             args.clear()

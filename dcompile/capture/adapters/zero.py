@@ -165,7 +165,6 @@ class ZeroGroup:
 
     def reduction(self, dtype: torch.dtype) -> GradientReduction:
         """Return DeepSpeed's averaging: it divides by the number of ranks, then sums."""
-        del dtype
         return GradientReduction(float(self._group.size()), None, ReduceOp.SUM, ReduceOp.SUM)
 
 
@@ -239,7 +238,6 @@ class ZeroShard:
         self.added = True
 
     def take_back(self, gradient: torch.Tensor) -> None:
-        del gradient
         raise DcompileError(
             f"dcompile: a gradient of {self.name} is left over that DeepSpeed is to reduce from here on; give this "
             "engine options={'zero': 'off'}"
@@ -435,7 +433,6 @@ class ZeroPartitionAdapter(ZeroAdapter):
         return known_number(self._numbers, self._refs, parameter)
 
     def made_of(self, number: int) -> Callable[[Any], Any] | None:
-        del number
         return None
 
     def virtual(self, number: int) -> torch.nn.Parameter:

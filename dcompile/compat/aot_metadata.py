@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd import descriptors
 from torch._guards import TracingContext
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor
@@ -139,12 +140,13 @@ def result_kinds() -> dict[int, tuple[str, bool]]:
 
 def returned_changes(gm: Any) -> dict[Any, Any]:
     """Placeholders of inputs that AOTAutograd changes after this graph -> the results that it copies to them."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
     output = gm.graph.output_node()
     placeholders = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}
-    described = zip(output.args[0], output.meta.get("desc", ()), strict=False)
-    return {placeholders[d.mutated_input]: node for node, d in described if isinstance(d, InputMutationAOTOutput)}
+    described, change = (
+        zip(output.args[0], output.meta.get("desc", ()), strict=False),
+        descriptors.InputMutationAOTOutput,
+    )
+    return {placeholders[d.mutated_input]: node for node, d in described if isinstance(d, change)}
 
 
 def primal_index(node: Any) -> int | None:
@@ -152,28 +154,22 @@ def primal_index(node: Any) -> int | None:
 
     `node`: output description.
     """
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
-
-    if not isinstance(node, GradAOTOutput) or not isinstance(node.grad_of, PlainAOTInput):
+    if not isinstance(node, descriptors.GradAOTOutput) or not isinstance(node.grad_of, descriptors.PlainAOTInput):
         return None
     return node.grad_of.idx
 
 
 def changed_behind(joint: Any) -> frozenset[Any]:
     """Placeholders of a joint graph whose tensors AOTAutograd changes to results once the forward has run."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
     described = joint.graph.output_node().meta.get("desc", ())
-    changed = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    changed = {d.mutated_input for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
     return frozenset(node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed)
 
 
 def input_index(placeholder: Any) -> int | None:
     """Position among the Dynamo graph's inputs that a placeholder of AOTAutograd's graphs represents, or None."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-
     description = placeholder.meta.get("desc")
-    return description.idx if isinstance(description, PlainAOTInput) else None
+    return description.idx if isinstance(description, descriptors.PlainAOTInput) else None
 
 
 def is_tangent(placeholder: Any) -> bool:
@@ -181,12 +177,10 @@ def is_tangent(placeholder: Any) -> bool:
 
     It may also be a component of such a gradient, such as a DTensor's local tensor.
     """
-    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
-
     description = placeholder.meta.get("desc")
     while is_part_of_subclass(placeholder) and hasattr(description, "base"):
         description = description.base
-    return isinstance(description, TangentAOTInput)
+    return isinstance(description, descriptors.TangentAOTInput)
 
 
 def backward_nodes(joint: Any) -> set[Any]:
@@ -205,30 +199,24 @@ def is_part_of_subclass(placeholder: Any) -> bool:
 
 def is_base_of_inputs(placeholder: Any) -> bool:
     """Whether a placeholder of AOTAutograd's graphs is the base of which several inputs are views."""
-    from torch._functorch._aot_autograd.descriptors import ViewBaseAOTInput
-
-    return isinstance(placeholder.meta.get("desc"), ViewBaseAOTInput)
+    return isinstance(placeholder.meta.get("desc"), descriptors.ViewBaseAOTInput)
 
 
 def plain_result(description: Any) -> int | None:
     """Position among the Dynamo graph's results of an output that is described so, or None."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-
-    return description.idx if isinstance(description, PlainAOTOutput) else None
+    return description.idx if isinstance(description, descriptors.PlainAOTOutput) else None
 
 
 def result_index(tangent: Any) -> int | None:
     """Position among a graph's results of the one whose gradient this placeholder of a backward is, or None."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-
     result = getattr(tangent.meta.get("desc"), "output", None)
-    return result.idx if isinstance(result, PlainAOTOutput) else None
+    return result.idx if isinstance(result, descriptors.PlainAOTOutput) else None
 
 
 @functools.cache
 def description_types() -> Mapping[str, Any]:
     """Name -> dataclass or enumeration of AOTAutograd's graph descriptions."""
-    from torch._functorch._aot_autograd import descriptors, schemas
+    from torch._functorch._aot_autograd import schemas
 
     kinds = {
         name: kind

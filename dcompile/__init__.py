@@ -6,8 +6,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.dynamo import register_backend as _register_backend
 from dcompile.compat.versions import check_torch as _check_torch
+from dcompile.compat.versions import register_backend as _register_backend
 from dcompile.config import Config
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ __all__ = [
     "receipt",
     "train_step",
 ]
+
+_HOMES = types.MappingProxyType(
+    {"export": "aot.export", "load": "runtime.program.exported", "profile": "explain.profile", "train_step": "training"}
+)
+"""Public name -> its module, where that is not `api`. `load` works without the compiler."""
 
 _check_torch()
 _register_backend("dcompile", "dcompile.backend:dcompile_backend")  # also where the package is not installed
@@ -110,20 +115,9 @@ def __getattr__(name: str) -> Any:
     """Load public names lazily: `import dcompile.ir` and the option table need no torch."""
     if name in ("bisect", "explain", "precompile"):
         return importlib.import_module(f"dcompile.{name}")  # a package that can be called
-    if name == "export":
-        return importlib.import_module("dcompile.aot.export").export
-    if name == "load":  # without the compiler
-        return importlib.import_module("dcompile.runtime.program.exported").load
     if name == "__version__":
         return importlib.import_module("dcompile.toolchain").own_version()
-    if name == "profile":
-        return importlib.import_module("dcompile.explain.profile").profile
-    if name == "train_step":
-        return importlib.import_module("dcompile.training").train_step
-    if name.endswith("Error") and name in __all__:
-        return getattr(importlib.import_module("dcompile.errors"), name)
-    if name in __all__:
-        from dcompile import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'dcompile' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'dcompile' has no attribute {name!r}")
+    home = "errors" if name.endswith("Error") else _HOMES.get(name, "api")
+    return getattr(importlib.import_module(f"dcompile.{home}"), name)

@@ -99,7 +99,7 @@ def compile(
         dynamic,
         guard_filter_fn,
         compat.dynamo.limits(recompile_limit=recompile_limit)
-        | compat.shapes.requested_spec({"dynamic_shapes": dynamic_shapes, "shapes_spec": shapes_spec}),
+        | compat.sizes.requested_spec({"dynamic_shapes": dynamic_shapes, "shapes_spec": shapes_spec}),
     )
 
     def apply(target: Any) -> Any:
@@ -111,7 +111,7 @@ def compile(
         if isinstance(target, type) and issubclass(target, Module):
             instead = f"model = dcompile.compile({target.__name__}(...))"
             raise TypeError(f"dcompile: {target.__name__} is a class; compile a module of it: {instead}")
-        limits = compat.shapes.with_attached(target, settings.limits)
+        limits = compat.sizes.with_attached(target, settings.limits)
         own = replace(settings, config=logs.own_dump(settings.config), limits=limits)
         if isinstance(target, Module):
             compile_module(target, own, make_services(own.config), optimizer)

@@ -48,8 +48,8 @@ def handle_compile(context: Any, fn: Any) -> Any:
         return NotImplemented  # torch creates its OptimizedModule, and calls again with that module's call
     config = own_dump(config)
     module, limits = _module_of(fn), compat.dynamo.context_limits(context)
-    if module is not None and compat.shapes.argument() not in limits:  # Module.compile() passes no module to torch
-        limits = dict(compat.shapes.with_attached(module, limits))
+    if module is not None and compat.sizes.argument() not in limits:  # Module.compile() passes no module to torch
+        limits = dict(compat.sizes.with_attached(module, limits))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
     compiled: Any
     if module is not None:
@@ -87,7 +87,7 @@ def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
 def _in_place(module: Module, config: Config, context: Any) -> Module:
     """Handle torch.compile(module) with option in_place: compile the module in place, and return it."""
     config = own_dump(config)
-    limits = compat.shapes.with_attached(module, compat.dynamo.context_limits(context))
+    limits = compat.sizes.with_attached(module, compat.dynamo.context_limits(context))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
     compile_module(module, settings, make_services(config))
     return module

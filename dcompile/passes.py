@@ -30,7 +30,6 @@ class PassReport:
 
 def always(config: Config) -> bool:
     """Condition of a pass that every graph needs."""
-    del config
     return True
 
 
@@ -46,7 +45,6 @@ def recomputes(config: Config) -> bool:
 
 def nothing(request: Any) -> tuple[Any, ...]:
     """Arguments of a pass that takes only the graph: none."""
-    del request
     return ()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import dcompile
 from dcompile.backend import dcompile_backend
-from dcompile.compat.dynamo import register_backend
+from dcompile.compat.versions import register_backend
 from tests.capture.conftest import compilers  # noqa: F401  a fixture
 from tests.capture.double import kinds
 

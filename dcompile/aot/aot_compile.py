@@ -113,7 +113,6 @@ class WrittenPrograms:
 
     def inference(self, gm: Any) -> Boxed:
         """Raise ExportError: there is nothing to train."""
-        del gm
         raise ExportError("dcompile: no result of the function needs a gradient; compile it under torch.no_grad()")
 
     def forward(self, gm: Any) -> Boxed:

@@ -19,7 +19,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.services import Line
 from dcompile.collectives.contract import ParamInfo
-from dcompile.compat.user_line import user_line
+from dcompile.compat.aot_metadata import user_line
 from dcompile.ir.buffers import Bucket
 from dcompile.ir.functional_collectives import NAMESPACE, is_wait
 from dcompile.toolchain import own_source, own_version

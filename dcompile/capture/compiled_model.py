@@ -49,7 +49,7 @@ class Settings:
 
 def settings_inside(settings: Settings) -> Settings:
     """Return settings for a module inside, without those about shapes of the outer module's arguments."""
-    shapes = compat.shapes.NAMES
+    shapes = compat.sizes.NAMES
     return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 

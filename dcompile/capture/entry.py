@@ -102,7 +102,7 @@ def equal_modules(module: Module, own: compat.skip_frame_eval.Frames, of: tuple[
 @contextlib.contextmanager
 def dynamo_settings(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
     """Set up Dynamo's work on a frame. `spec`: the shapes of the outermost frame, whose code is `own`."""
-    with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
+    with model.compiling(code, own, late_sizes), compat.sizes.in_entry(spec if code is own else None):
         yield
 
 
@@ -590,7 +590,7 @@ class Entry:
             self._equal.leave(self._frames)
             self._equal = None
         known, parts = weakref.ref(self._frames), self.parts  # Dynamo never drops its callback
-        spec = compat.shapes.for_entry(settings.limits, self.target)
+        spec = compat.sizes.for_entry(settings.limits, self.target)
 
         def compiled_frame(code: Any, guarded: Any) -> None:
             if parts and code is own and guarded is None and model.eager_regions is not None:

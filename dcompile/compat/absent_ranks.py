@@ -17,12 +17,19 @@ import sys
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.nn.parallel.distributed as ddp
+from torch._subclasses import FakeTensor
+from torch._subclasses import fake_tensor as fakes
+from torch.fx import Interpreter
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcompile.ir.collective_kinds import COLLECTIVES, KINDS, CollectiveKind
-
-if TYPE_CHECKING:
-    import torch
 
 BACKEND = "fake"
 """torch's fake backend: collectives return at once, with this rank's values instead of other ranks'."""
@@ -40,7 +47,6 @@ _QUIET = ("barrier", "monitored_barrier")
 @contextlib.contextmanager
 def process_group(rank: int, world_size: int) -> Iterator[None]:
     """Set up a default process group of `world_size` ranks, where only this process, `rank`, exists."""
-    import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     hook = sys.excepthook  # torch replaces the hook by one that names the rank, and leaves it there
@@ -56,8 +62,6 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
 
 def is_of_absent_ranks(group: Any) -> bool:
     """Whether a process group's other ranks are absent."""
-    import torch.distributed as dist
-
     return bool(dist.get_backend(group) == BACKEND)
 
 
@@ -67,9 +71,6 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
 
     `refuse` is called with the name of the collective, and raises.
     """
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
     new_group = dist.new_group
 
     def start(*_: Any, **__: Any) -> None:
@@ -83,7 +84,6 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
 
     def refused(name: str) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
-            del args, keywords
             return refuse(name)
 
         return call
@@ -95,11 +95,11 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
 
     def rendezvous(*_: Any, **__: Any) -> Iterator[Any]:
         """Return the only rank at once."""
-        yield _store_class()(), dist.get_rank(), dist.get_world_size()
+        yield LocalStore(), dist.get_rank(), dist.get_world_size()
 
     answers: dict[str, Any] = {name: refused(name) for name in _OBJECTS}
     answers |= dict.fromkeys(_QUIET, start) | {"broadcast_object_list": own_broadcast}
-    answers |= {"init_process_group": start, "new_group": group, "rendezvous": rendezvous, "TCPStore": _store_class()}
+    answers |= {"init_process_group": start, "new_group": group, "rendezvous": rendezvous, "TCPStore": LocalStore}
     with contextlib.ExitStack() as patches:
         for name, answer in answers.items():
             own = getattr(dist, name)
@@ -111,21 +111,12 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _store_class() -> Any:
-    """Return a local store instead of a TCP store, which would wait for other ranks."""
-    import torch.distributed as dist
+class LocalStore(dist.HashStore):  # type: ignore[misc, name-defined]
+    """A store of this process alone."""
 
-    base: Any = dist.HashStore  # type: ignore[attr-defined]
-
-    class LocalStore(base):  # type: ignore[misc]
-        """A store of this process alone."""
-
-        def __init__(self, host_name: str = "127.0.0.1", port: int = 0, *_: Any, **__: Any) -> None:
-            super().__init__()
-            self.host, self.port = host_name, port
-
-    return LocalStore
+    def __init__(self, host_name: str = "127.0.0.1", port: int = 0, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.host, self.port = host_name, port
 
 
 def _modules_with(name: str, function: Any) -> list[Any]:
@@ -186,9 +177,6 @@ def _without_hooks(init_helper: Callable[..., Any]) -> Callable[..., Any]:
 
 def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Return functions of torch that read memory or known values, or are slow: (module, name, replacement)."""
-    import torch
-    import torch.nn.parallel.distributed as ddp
-
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
         if hasattr(ddp, name):
             yield ddp, name, lambda *_, **__: None
@@ -206,8 +194,6 @@ def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 def _taken_over(swap_tensors: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Replace a parameter in `Module.to`; torch's own way refuses tensors with weak references."""
-    import torch
-    from torch._subclasses import FakeTensor
 
     def swap(parameter: Any, converted: Any) -> None:
         both = isinstance(parameter, FakeTensor) and isinstance(converted, FakeTensor)
@@ -246,7 +232,6 @@ class _Chunks:
 
 def _first_step(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return an optimizer's step count; 1 for a tensor, as in the first step."""
-    import torch
 
     def value(x: Any) -> Any:
         if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor):
@@ -258,8 +243,6 @@ def _first_step(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def is_value_read(error: BaseException) -> bool:
     """Whether an error comes from a read of a value, or of a size, of a tensor without memory."""
-    from torch._subclasses import fake_tensor as fakes
-
     kinds = ("DataDependentOutputException", "DynamicOutputShapeException")
     known = tuple(kind for name in kinds if (kind := getattr(fakes, name, None)) is not None)
     return isinstance(error, known)
@@ -301,9 +284,6 @@ class SingleRankCollectives:
             self._begin()
 
     def _begin(self) -> None:
-        import torch.distributed as dist
-        import torch.distributed.distributed_c10d as c10d
-
         for name, answer in _LOCAL.items():
             for place in (dist, c10d):
                 if hasattr(place, name):
@@ -313,7 +293,6 @@ class SingleRankCollectives:
 @contextlib.contextmanager
 def without_other_ranks() -> Iterator[None]:
     """Replace collectives by local ones in this context, also those that are operators."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Local(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -335,8 +314,6 @@ class _CompletedWork:
         return True
 
     def get_future(self) -> Any:
-        import torch
-
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
         return future
@@ -416,8 +393,6 @@ def whole(shard: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
 
 def run_alone(gm: Any, values: list[Any]) -> Any:
     """Run a graph with its own collectives replaced by local results. No gradients are computed."""
-    from torch.fx import Interpreter
-
     exchanges = [node for node in gm.graph.nodes if node.op == "call_function" and _functional_name(node.target)]
     if not exchanges:
         return gm(*values)

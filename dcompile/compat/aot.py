@@ -5,7 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch._decomp as decomp
+import torch._prims_common as prims
+from torch._guards import TracingContext
+from torch._guards import detect_fake_mode as detect
+from torch._higher_order_ops.effects import has_effects
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dcompile.compat.patches.lean_wrappers import unpack_arguments
 from dcompile.compat.patches.random_numbers import NO_REGION
@@ -15,9 +25,6 @@ from dcompile.compat.patches.random_numbers import never_recompute as never_reco
 from dcompile.compat.patches.registry import patched
 from dcompile.compat.patches.torch_patch import PatchRequest
 from dcompile.compat.tensors import has_storage
-
-if TYPE_CHECKING:
-    import torch
 
 
 def aot_compile(
@@ -155,22 +162,16 @@ def leave_absent(result: Any, shapes: Mapping[int, Any]) -> None:
 
 def absent_shapes() -> Mapping[int, Any]:
     """Shapes that the forward passed to `leave_absent`. Inside a compiled backward."""
-    import torch
-
     return getattr(torch._C._current_autograd_node(), "dcompile_shapes", {})
 
 
 def batch_test() -> Callable[[torch.Tensor], bool]:
     """Predicate for batches of `is_grads_batched=True` and `jacobian(vectorize=True)`; torch refuses `vmap`'s."""
-    import torch
-
     return torch._C._functorch.is_legacy_batchedtensor
 
 
 def hooked_leaves() -> frozenset[int]:
     """Positions, among the forward's inputs, of leaves with gradient hooks. Inside a compiled backward."""
-    import torch
-
     edges = enumerate(torch._C._current_autograd_node().next_functions)  # type: ignore[attr-defined, unused-ignore]
     leaves = ((n, getattr(function, "variable", None)) for n, (function, _) in edges)
     return frozenset(n for n, leaf in leaves if leaf is not None and leaf._backward_hooks)
@@ -182,16 +183,12 @@ def always_recompute(node: Any) -> None:
     The number orders regions of gradient checkpointing. For two consecutive regions, torch saves tensors that both use.
     No region comes after this one.
     """
-    from torch.utils.checkpoint import CheckpointPolicy
-
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = NO_REGION
 
 
 def prefer_recompute(node: Any, region: int) -> None:
     """Have the partitioner compute this node of a checkpointed region again, as `torch.utils.checkpoint` asks it to."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     node.meta["ac_graph_id"] = region
 
@@ -220,8 +217,6 @@ def annotate_nodes(marks: dict[str, Any]) -> Iterator[None]:
 
     torch's `annotate` adds them to the existing dictionary, which may belong to the node being traced.
     """
-    from torch.fx import traceback
-
     meta = traceback.current_meta
     if "custom" in meta:
         meta["custom"] = dict(meta["custom"])
@@ -240,8 +235,6 @@ def lazy_graph_module(root: Any, graph: Any, copy: Callable[[Any], Any] | None =
 
 @functools.cache
 def _lazy_graph_type() -> Any:
-    import torch
-
     try:
         from torch.fx._lazy_graph_module import _LazyGraphModule
     except ImportError:
@@ -264,8 +257,6 @@ def _copied_graph_type(copy: Callable[[Any], Any]) -> Any:
 
 def detect_fake_mode(values: Any) -> Any:
     """Mode of the fake tensors among `values`."""
-    from torch._guards import detect_fake_mode as detect
-
     return detect(values)
 
 
@@ -274,10 +265,6 @@ def traced_again(function: Callable[..., Any], given: Sequence[Any], decompositi
 
     Those have no elements. Nor may what the function makes, such as the infinity of `torch.where(test, score, -inf)`.
     """
-    import contextlib
-
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     modes = (getattr(value, "fake_mode", None) for value in given)
     mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
     with mode:
@@ -289,8 +276,6 @@ def fake_input(tensor: torch.Tensor) -> Any:
 
     Its sizes are numbers. Otherwise AOTAutograd would create symbols for them; it looks for a known fake tensor first.
     """
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "only a graph that is being compiled has inputs"
     return context.fake_mode.from_tensor(tensor, static_shapes=True)
@@ -305,8 +290,6 @@ def export_graph(gm: Any, example_inputs: Sequence[Any], decompositions: Mapping
 
 def metadata_checks(graph: Any) -> list[Any]:
     """Calls that torch.export adds to check metadata of computed values, a traced dtype for example."""
-    import torch
-
     return [*graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)]
 
 
@@ -319,9 +302,6 @@ def composite_decompositions() -> dict[Any, Any]:
 
     An older torch does not know that `_linalg_check_errors` has an effect, and removes it. Its callers stay whole.
     """
-    import torch
-    from torch._higher_order_ops.effects import has_effects
-
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     whole = frozenset() if has_effects(torch.ops.aten._linalg_check_errors.default) else CHECKED
     table: Any = torch.export.default_decompositions()
@@ -336,21 +316,15 @@ def composite_decompositions() -> dict[Any, Any]:
 
 def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
     """torch's core decompositions of ops that autograd sees whole, and those of the ops in `also`."""
-    import torch._decomp as decomp
-
     core = getattr(decomp, "_core_aten_decompositions_post_autograd", decomp.core_aten_decompositions)
     return {**core(), **decomp.get_decompositions(also)}
 
 
 def dimensions_by_stride(x: torch.Tensor) -> list[int]:
     """Dimensions of a tensor from outermost to innermost in memory, as eager's elementwise kernels order them."""
-    import torch._prims_common as prims
-
     return list(prims.compute_elementwise_output_logical_to_physical_perm(x)[0])
 
 
 def suggest_memory_format(x: torch.Tensor) -> torch.memory_format:
     """Memory format that eager's kernels give to results of `x`: channels last if its strides have that order."""
-    import torch._prims_common as prims
-
     return prims.suggest_memory_format(x)

@@ -19,6 +19,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 
 def output_code() -> Any:
     """Base class of compiled programs that AOTAutograd's record may hold."""
@@ -34,7 +36,6 @@ def recording_programs() -> Iterator[None]:
     It compiles the backward at once. It neither looks for the record in torch's cache nor writes it there: the cache
     knows graphs by their text, whichever compiler they were for.
     """
-    import torch
     import torch._functorch.config as config
     from torch._functorch._aot_autograd import autograd_cache
 
@@ -89,7 +90,6 @@ def from_bytes(data: bytes) -> Callable[..., Any]:
 @contextlib.contextmanager
 def unread_gradients_left_out() -> Iterator[None]:
     """Pickle tensors of guards without a `.grad` that no guard reads."""
-    import torch
     from torch._dynamo import guards
 
     pickler: Any = getattr(guards, "GuardsStatePickler", None)

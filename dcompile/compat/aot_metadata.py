@@ -2,19 +2,29 @@
 
 The metadata can be read inside its compilers: changes, views and gradients. Descriptions are on nodes of its graphs,
 and say which input, result, gradient or change each is.
+
+`user_line` finds the user's line among the frames that torch stores on a traced node.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch._functorch._aot_autograd import descriptors
+from torch._guards import TracingContext
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def _metadata() -> Any:
     """AOTAutograd's metadata of the forward's inputs and results, inside one of its compilers; None elsewhere."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
 
@@ -94,8 +104,6 @@ def _shown_results(metadata: Any) -> list[Any]:
 
     A DTensor's mesh counts as a result of the traced graph, and is left out.
     """
-    from torch._library.fake_class_registry import FakeScriptObject
-
     return [info for info in metadata.output_info if not issubclass(info.raw_type, FakeScriptObject)]
 
 
@@ -132,12 +140,13 @@ def result_kinds() -> dict[int, tuple[str, bool]]:
 
 def returned_changes(gm: Any) -> dict[Any, Any]:
     """Placeholders of inputs that AOTAutograd changes after this graph -> the results that it copies to them."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
     output = gm.graph.output_node()
     placeholders = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}
-    described = zip(output.args[0], output.meta.get("desc", ()), strict=False)
-    return {placeholders[d.mutated_input]: node for node, d in described if isinstance(d, InputMutationAOTOutput)}
+    described, change = (
+        zip(output.args[0], output.meta.get("desc", ()), strict=False),
+        descriptors.InputMutationAOTOutput,
+    )
+    return {placeholders[d.mutated_input]: node for node, d in described if isinstance(d, change)}
 
 
 def primal_index(node: Any) -> int | None:
@@ -145,28 +154,22 @@ def primal_index(node: Any) -> int | None:
 
     `node`: output description.
     """
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
-
-    if not isinstance(node, GradAOTOutput) or not isinstance(node.grad_of, PlainAOTInput):
+    if not isinstance(node, descriptors.GradAOTOutput) or not isinstance(node.grad_of, descriptors.PlainAOTInput):
         return None
     return node.grad_of.idx
 
 
 def changed_behind(joint: Any) -> frozenset[Any]:
     """Placeholders of a joint graph whose tensors AOTAutograd changes to results once the forward has run."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
     described = joint.graph.output_node().meta.get("desc", ())
-    changed = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    changed = {d.mutated_input for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
     return frozenset(node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed)
 
 
 def input_index(placeholder: Any) -> int | None:
     """Position among the Dynamo graph's inputs that a placeholder of AOTAutograd's graphs represents, or None."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-
     description = placeholder.meta.get("desc")
-    return description.idx if isinstance(description, PlainAOTInput) else None
+    return description.idx if isinstance(description, descriptors.PlainAOTInput) else None
 
 
 def is_tangent(placeholder: Any) -> bool:
@@ -174,12 +177,10 @@ def is_tangent(placeholder: Any) -> bool:
 
     It may also be a component of such a gradient, such as a DTensor's local tensor.
     """
-    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
-
     description = placeholder.meta.get("desc")
     while is_part_of_subclass(placeholder) and hasattr(description, "base"):
         description = description.base
-    return isinstance(description, TangentAOTInput)
+    return isinstance(description, descriptors.TangentAOTInput)
 
 
 def backward_nodes(joint: Any) -> set[Any]:
@@ -198,30 +199,24 @@ def is_part_of_subclass(placeholder: Any) -> bool:
 
 def is_base_of_inputs(placeholder: Any) -> bool:
     """Whether a placeholder of AOTAutograd's graphs is the base of which several inputs are views."""
-    from torch._functorch._aot_autograd.descriptors import ViewBaseAOTInput
-
-    return isinstance(placeholder.meta.get("desc"), ViewBaseAOTInput)
+    return isinstance(placeholder.meta.get("desc"), descriptors.ViewBaseAOTInput)
 
 
 def plain_result(description: Any) -> int | None:
     """Position among the Dynamo graph's results of an output that is described so, or None."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-
-    return description.idx if isinstance(description, PlainAOTOutput) else None
+    return description.idx if isinstance(description, descriptors.PlainAOTOutput) else None
 
 
 def result_index(tangent: Any) -> int | None:
     """Position among a graph's results of the one whose gradient this placeholder of a backward is, or None."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-
     result = getattr(tangent.meta.get("desc"), "output", None)
-    return result.idx if isinstance(result, PlainAOTOutput) else None
+    return result.idx if isinstance(result, descriptors.PlainAOTOutput) else None
 
 
 @functools.cache
 def description_types() -> Mapping[str, Any]:
     """Name -> dataclass or enumeration of AOTAutograd's graph descriptions."""
-    from torch._functorch._aot_autograd import descriptors, schemas
+    from torch._functorch._aot_autograd import schemas
 
     kinds = {
         name: kind
@@ -236,10 +231,34 @@ def description_types() -> Mapping[str, Any]:
 @functools.cache
 def result_types() -> Mapping[str, type]:
     """Name -> type that AOTAutograd records for results."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
     found: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
     found += (int, float, bool, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
     return {kind.__name__: kind for kind in found}
+
+
+# --- the user's line of a node ----------------------------------------------------------------------------------------
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_OURS = f"{Path(__file__).parents[1]}/"
+
+
+def user_line(node: Any) -> str:
+    """`model.py:88` of an FX node: its last frame outside of torch and dcompile; empty if there is none.
+
+    A node that torch alone made has torch's line.
+    """
+    return _last_frame(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=4096)
+def _last_frame(trace: str) -> str:
+    found = _FRAME.findall(trace)
+    frames = [frame for frame in found if not frame[0].startswith(_OURS)]
+    frames = [frame for frame in frames if not frame[0].startswith(_torchs_folder())] or frames
+    return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
+
+
+@cache
+def _torchs_folder() -> str:
+    return f"{Path(torch.__file__).parent}/"

@@ -11,10 +11,10 @@ import contextlib
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch._guards import TracingContext
 
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
 """torch's function that finds a graph's mutations and aliases."""
@@ -136,8 +136,6 @@ def _plain_fakes(inputs: Sequence[Any]) -> list[Any]:
 
 def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:
     """Make a placeholder joint graph: inputs by AOTAutograd's names, and no results."""
-    import torch
-
     graph = torch.fx.Graph()
     for kind, count in (("primals", inputs), ("tangents", tangents)):
         for number in range(1, count + 1):
@@ -158,16 +156,12 @@ def can_replay() -> bool:
 
 def tracing_mode() -> Any:
     """Return the fake tensor mode of the capture, inside Dynamo's backend; None elsewhere."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     return None if context is None else context.fake_mode
 
 
 def symbolic_context(value: torch.Tensor) -> Any:
     """Return which sizes of an input Dynamo has made symbolic; None for tensors that are no inputs."""
-    from torch._guards import TracingContext
-
     tracing = TracingContext.try_get()
     contexts: Any = {} if tracing is None else tracing.tensor_to_context
     return contexts.get(value)
@@ -175,7 +169,6 @@ def symbolic_context(value: torch.Tensor) -> Any:
 
 def has_static_sizes(value: Any) -> bool:
     """Whether a value is a tensor that Dynamo has made an input of the captured graph, with numbers as sizes."""
-    import torch
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     known = symbolic_context(value) if isinstance(value, torch.Tensor) else None

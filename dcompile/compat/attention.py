@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.attention
+from torch._higher_order_ops.flex_attention import flex_attention
+
 BLOCK = 128
 """Queries and keys of a block, as the kernels have it by default."""
 TABLES = (
@@ -16,16 +20,12 @@ TABLES = (
 
 def chosen_flash_attention() -> str | None:
     """Name of the implementation, "FA3" say, that `activate_flash_attention_impl` has put in place of torch's own."""
-    import torch.nn.attention
-
     current: Any = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     return None if (name := current()) is None else str(name)
 
 
 def attend_on_cpu(query: Any, key: Any, value: Any, mask: Any, scale: float) -> tuple[Any, Any]:
     """Attention and the logarithm of each row's sum, by ATen's kernel for CPUs. `mask` is added to scores."""
-    import torch
-
     found: tuple[Any, Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=mask, scale=scale
     )
@@ -36,8 +36,6 @@ def attend_backward_on_cpu(
     grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, mask: Any, scale: float
 ) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values, by the same kernel."""
-    import torch
-
     found: tuple[Any, Any, Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale
     )
@@ -57,7 +55,6 @@ def attend_by_flex(
 
     `tables` has the tensors of `TABLES`. Heads of keys may be fewer, and are then shared.
     """
-    from torch._higher_order_ops.flex_attention import flex_attention
     from torch.nn.attention.flex_attention import BlockMask, _apply_kernel_options
 
     mask = BlockMask(seq_lengths=(query.shape[2], key.shape[2]), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **tables)

@@ -6,26 +6,24 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from dcompile.errors import DcompileError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` at the end of the backward that runs now."""
-    from torch.autograd import Variable
-
     Variable._execution_engine.queue_callback(callback)
 
 
 @contextlib.contextmanager
 def record_autograd() -> Iterator[None]:
     """Record autograd information, also inside an operator, where recording is disabled."""
-    import torch
-
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     kinds = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
     for kind in kinds:
@@ -47,15 +45,11 @@ def have_leaf_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 
 def accumulator(parameter: torch.Tensor) -> Any:
     """Return the node of autograd that adds to a parameter's `.grad`; the same one as long as somebody holds it."""
-    from torch.autograd.graph import get_gradient_edge
-
     return get_gradient_edge(parameter).node
 
 
 def will_run(nodes: Iterable[Any]) -> bool:
     """Inside a backward: will it run all of these nodes? torch.autograd.grad runs none that adds to `.grad`."""
-    import torch
-
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:  # see `_will_execute`
@@ -79,9 +73,6 @@ def is_result(parameter: torch.Tensor) -> bool:
 
 def _will_execute(parameter: torch.Tensor) -> bool | None:
     """Whether the current backward reaches the node that adds to .grad; None if the gradient itself is asked for."""
-    import torch
-    from torch.autograd.graph import get_gradient_edge
-
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:
@@ -90,8 +81,6 @@ def _will_execute(parameter: torch.Tensor) -> bool | None:
 
 def keep_for_backward(result: Any, thing: Any) -> None:
     """Keep `thing` alive as long as a backward from `result`, or from a tensor computed from it, is possible."""
-    from torch.utils._pytree import tree_leaves
-
     for leaf in tree_leaves(result):
         node = getattr(leaf, "grad_fn", None)
         if node is not None:
@@ -100,8 +89,6 @@ def keep_for_backward(result: Any, thing: Any) -> None:
 
 def backward_task() -> int:
     """Number of the backward that runs now; -1 outside."""
-    import torch
-
     return int(torch._C._current_graph_task_id())
 
 
@@ -112,16 +99,12 @@ def is_compiled_backward(node: Any) -> bool:
 
 def quick_grad_mode() -> Callable[[bool], None]:
     """Setter of this thread's grad mode. torch.no_grad() takes five calls."""
-    import torch
-
     set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
     return set_grad_enabled
 
 
 def forward_derivatives() -> Any:
     """Return torch's module whose `_current_level` is above -1 while forward-mode derivatives are computed."""
-    from torch.autograd import forward_ad
-
     return forward_ad
 
 
@@ -135,8 +118,6 @@ def forward_level() -> Callable[[], int]:
 
 def refuse_tangents(args: Iterable[Any]) -> None:
     """Raise an error if an argument has a forward-mode derivative, which kernels would drop without a word."""
-    import torch
-
     unpack: Any = forward_derivatives().unpack_dual
     if any(unpack(x).tangent is not None for x in args if isinstance(x, torch.Tensor)):
         raise DcompileError(

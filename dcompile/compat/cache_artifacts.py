@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
 
 def register(kind: str, populate: Callable[[str, bytes], None]) -> None:
     """Register a kind of entries with torch: it passes loaded ones to `populate(name, content)`."""
-    from torch.compiler._cache import CacheArtifact, CacheArtifactFactory
-
     if kind in CacheArtifactFactory._artifact_types:
         return
 
@@ -48,6 +48,4 @@ def register(kind: str, populate: Callable[[str, bytes], None]) -> None:
 
 def record(kind: str, name: str, read: Callable[[], bytes]) -> None:
     """Record an entry, once for each name. `read` is called when artifacts are saved."""
-    from torch.compiler._cache import CacheArtifactManager
-
     CacheArtifactManager.record_artifact(kind, name, read)

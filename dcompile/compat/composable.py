@@ -15,10 +15,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.nn import Module
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 _HOME = "torch.distributed._composable.checkpoint_activation"
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -74,8 +76,6 @@ def run_between_hooks(
     module: Any, state: Any, forward: Callable[[Any, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `forward(args, kwargs)` between replicate's hooks, as DDP's forward does."""
-    from torch.nn.parallel import DistributedDataParallel
-
     with hooks_resting(module):
         try:
             args, kwargs = state.forward_pre_hook(module, args, kwargs)
@@ -97,8 +97,6 @@ class CheckpointedLayers:
     """Modules below one root that have such hooks. The search is repeated after any registration of a hook."""
 
     def __init__(self, root: Module) -> None:
-        from torch.utils.hooks import RemovableHandle
-
         self._root = weakref.ref(root)  # compiled code belongs to the module, and must not keep it alive
         self._counter = RemovableHandle
         self._last_id = -1
@@ -160,8 +158,6 @@ def _settings(hook: Any) -> dict[str, Any]:
 
 
 def _region_of(module: Any, settings: dict[str, Any]) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint
-
     own = module.__dict__.get("forward")
     forward = type(module).forward
 

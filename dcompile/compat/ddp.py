@@ -5,13 +5,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    BuiltinCommHookType,
+    DebugLevel,
+    _register_comm_hook,
+    get_debug_level,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from dcompile.compat.autograd import at_end_of_backward
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
 
 
 def active_ddp() -> DistributedDataParallel | None:
@@ -32,8 +39,6 @@ def reduces_any(tensors: Iterable[Any]) -> bool:
 
 def missing_names(ddp: Any) -> list[str]:
     """Private names that a takeover needs and this torch lacks."""
-    import torch
-
     names = (
         "_remove_autograd_hooks", "_module_parameters", "_comm_hooks", "_join_config", "mixed_precision", "reducer",
         "_delay_all_reduce_all_params", "_use_python_reducer", "require_backward_grad_sync", "bucket_bytes_cap",
@@ -52,8 +57,6 @@ def parameters(ddp: Any, module: torch.nn.Module) -> list[tuple[str, torch.nn.Pa
 
 def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
     """Features in use by this DDP, of `module`, that only its own reducer supports."""
-    import torch
-
     found = {
         "a communication hook is registered": wire(ddp) is None,
         "the Join context manager is on": bool(ddp._join_config.enable),
@@ -84,8 +87,6 @@ def wire(ddp: Any) -> str | None:
 
     "" without a hook. None if only the reducer can call it: a user's hook, several hooks, or another group than DDP's.
     """
-    import torch.distributed as dist
-
     if not ddp._comm_hooks:
         return _BUILTIN_WIRES.get(_builtin_hook(ddp))
     (hook, state), *others = ddp._comm_hooks
@@ -128,8 +129,6 @@ def allows_unused(ddp: Any) -> bool:
 
 def bucket_bytes(ddp: Any) -> tuple[int, ...]:
     """Bytes at which DDP closes its buckets, in the order of reduction: two or more; the last is for all others."""
-    from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
-
     cap = int(ddp.bucket_bytes_cap)
     each = tuple(map(int, getattr(ddp, "bucket_bytes_cap_list", ())))  # from torch 2.13 on
     if each:
@@ -257,8 +256,6 @@ class _SilentReducer(_Reducer):
         return True
 
     def _finalize_backward_manual(self) -> None:
-        import torch
-
         ddp = self._ddp()
         if ddp is None or not ddp.require_manual_backward_finalization:
             raise RuntimeError("finalize_backward() needs require_manual_backward_finalization = True")
@@ -307,8 +304,6 @@ def silence_reducer(
 
 def names_parameters() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL, so that the reducer's errors name parameters."""
-    from torch._C._distributed_c10d import DebugLevel, get_debug_level
-
     return get_debug_level() != DebugLevel.OFF
 
 
@@ -319,9 +314,6 @@ def log_error(ddp: Any, text: str) -> None:
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
     """Restore DDP's reduction with a new reducer, built like its constructor does."""
-    import torch
-    from torch._C._distributed_c10d import BuiltinCommHookType, _register_comm_hook
-
     builtin = "" if ddp._comm_hooks else _builtin_hook(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
     static = bool(ddp.static_graph)

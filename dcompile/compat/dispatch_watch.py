@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import _tensor_str
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 
 class Watch:
@@ -20,19 +22,17 @@ class Watch:
         `touched` is called with the number and the operation; it may raise.
         """
         watch_tensor_texts()
-        self._mode = _mode_class()(storages, touched)
+        self._mode = _Looking(storages, touched)
 
     def begin(self) -> None:
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
 
     def end(self) -> None:
-        self._mode.__exit__(None, None, None)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """Suspend the watch in this context. The mode is removed, unless another mode is above it on the stack."""
-        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
         stack = _get_current_dispatch_mode_stack()
         if stack and stack[-1] is self._mode:
             self.end()
@@ -54,8 +54,6 @@ STANDS_IN = "_dcompile_stands_in"
 
 def watch_tensor_texts() -> None:
     """Make a mode see when a marked tensor is printed: torch switches modes off for that."""
-    from torch import _tensor_str
-
     original = _tensor_str._str
     if hasattr(original, "_dcompile"):
         return
@@ -71,41 +69,31 @@ def watch_tensor_texts() -> None:
     _tensor_str._str = text
 
 
-@functools.cache
-def _mode_class() -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Mode beneath which Dynamo compiles frames as usual; operators on graphs are passed through."""
 
-    class Looking(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-        """Mode beneath which Dynamo compiles frames as usual; operators on graphs are passed through."""
+    supports_higher_order_operators = True
 
-        supports_higher_order_operators = True
+    def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.rests = 0
+        self._storages, self._touched = storages, touched
 
-        def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
-            super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-            self.rests = 0
-            self._storages, self._touched = storages, touched
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            del types
-            if not self.rests and not str(func).startswith(_METADATA):
-                for leaf in tree_leaves((args, kwargs)):
-                    number = self._storages.get(_key(leaf))
-                    if number is not None:
-                        self._touched(number, str(func))
-            return func(*args, **(kwargs or {}))
-
-    return Looking
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.rests and not str(func).startswith(_METADATA):
+            for leaf in tree_leaves((args, kwargs)):
+                number = self._storages.get(_key(leaf))
+                if number is not None:
+                    self._touched(number, str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _key(value: Any) -> int:
     """`tensors.storage_key` of a value; 0 for values without one."""
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return 0
     try:
@@ -124,22 +112,16 @@ NO_MEMORY = "Cannot access data pointer"
 
 def forbid_memory(tensor: torch.Tensor) -> None:
     """Make every access to this tensor's address raise (NumPy, the user's own kernels), from now on."""
-    import torch
-
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
 def saved_tensor_hooks() -> Any:
     """Innermost pair of default hooks for saved tensors, or None."""
-    import torch
-
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def random_states(device: torch.device) -> Callable[[], None]:
     """Note the states of torch's generators of the CPU and this device. Return a function that restores them."""
-    import torch
-
     module = None if device.type == "cpu" else torch.get_device_module(device)
     states = torch.get_rng_state(), None if module is None else module.get_rng_state(device)
 
@@ -153,24 +135,17 @@ def random_states(device: torch.device) -> Callable[[], None]:
 
 def computing(compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> contextlib.AbstractContextManager[Any]:
     """Operators of ATen inside are computed by `compute(operator, args, kwargs)`; it runs outside of this mode."""
-    return _computing_class()(compute)  # type: ignore[no-any-return]
+    return _Computing(compute)
 
 
-@functools.cache
-def _computing_class() -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
+class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Mode with a function for all operators."""
 
-    class Computing(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-        """Mode with a function for all operators."""
+    def __init__(self, compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._compute = compute
 
-        def __init__(self, compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-            super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-            self._compute = compute
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            del types
-            if str(func).startswith(_METADATA):
-                return func(*args, **(kwargs or {}))
-            return self._compute(func, args, kwargs or {})
-
-    return Computing
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(_METADATA):
+            return func(*args, **(kwargs or {}))
+        return self._compute(func, args, kwargs or {})

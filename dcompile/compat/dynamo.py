@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib.abc
-import importlib.metadata
-import importlib.util
 import inspect
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch._C import _functorch
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, _symbolic_trace
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.nn import Module
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
 from dcompile.compat.aot_bundle import globals_saved, unread_gradients_left_out
 from dcompile.compat.patches.registry import patched
 from dcompile.compat.patches.torch_patch import PatchRequest
-from dcompile.compat.shapes import of_context
-
-_REGISTRY = "torch._dynamo.backends.registry"
+from dcompile.compat.sizes import of_context
 
 
 @contextlib.contextmanager
@@ -59,9 +65,6 @@ def tracing_settings(
 
 def _settings_of_tracing(dynamic: bool | None, late_sizes: bool, sizes_alone: bool) -> dict[str, Any]:
     """Return the settings by name, as far as this torch has them."""
-    import logging
-
-    import torch
     import torch._dynamo.config as config
 
     # DDPOptimizer would split the graph at bucket limits and hide the identity of parameters. Models log in their loss
@@ -148,7 +151,6 @@ def _skip_disabled_functions() -> None:
     Every compiled graph is called through this code. Otherwise Dynamo is asked about it for each model, which two
     threads must not do at once: one frees what the other writes to (torch 2.13, `isolate_recompiles`).
     """
-    import torch
     from torch._dynamo.eval_frame import skip_code
 
     disabled: Any = torch._dynamo.disable(lambda: None)  # type: ignore[no-untyped-call, unused-ignore]
@@ -180,8 +182,6 @@ def isolates_recompiles() -> bool:
 
 def limits(**given: Any) -> dict[str, Any]:
     """Arguments of torch.compile that are not None. Raises TypeError for one that this torch lacks."""
-    import torch
-
     asked = {name: value for name, value in given.items() if value is not None}
     known = inspect.signature(torch.compile).parameters
     for name in asked:
@@ -274,7 +274,6 @@ def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
 
     Dynamo traces such a number as a tensor of the default dtype, but passes float64: a kernel would read half of it.
     """
-    import torch
     from torch._dynamo.source import RandomValueSource
 
     inputs, nodes = list(example_inputs), gm.graph.find_nodes(op="placeholder")
@@ -316,11 +315,7 @@ def is_traced_by_another() -> bool:
     trace compiled functions with `torch.fx.symbolic_trace`, the answer is False: the call goes to Dynamo, which raises
     the error.
     """
-    import torch
     from torch._dynamo import config
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     modes = _get_current_dispatch_mode_stack()
     if torch._C._is_tracing() or any(isinstance(mode, FakeTensorMode | ProxyTorchDispatchMode) for mode in modes):
@@ -331,32 +326,24 @@ def is_traced_by_another() -> bool:
 
 def is_watched() -> bool:
     """Whether a mode is active that must see each operation of eager code: Dynamo compiles nothing under such modes."""
-    from torch.utils import _python_dispatch as dispatch
-
     asks: Any = getattr(dispatch, "is_in_any_mode_without_ignore_compile_internals", dispatch.is_in_torch_dispatch_mode)
     return bool(asks())
 
 
 def fx_tracing_flag() -> tuple[Any, str]:
     """Object and name of the attribute that says whether torch.fx traces. Since torch 2.14 it is thread-local."""
-    from torch.fx import _symbolic_trace
-
     own: Any = getattr(_symbolic_trace, "_is_fx_tracing_tls", None)
     return (_symbolic_trace, "_is_fx_tracing_flag") if own is None else (own, "flag")
 
 
 def is_static_input(node: Any, value: Any) -> bool:
     """Whether a graph's input is a parameter, a buffer or an optimizer's state, which no caller chooses."""
-    import torch
-
     told = node.meta.get("tensor_dict") or {}
     return isinstance(value, torch.nn.Parameter) or "_dynamo_static_input_type" in told
 
 
 def have_no_data(inputs: Sequence[Any]) -> bool:
     """Whether a graph was called with the user's fake tensors. Dynamo passes real tensors to a backend unchanged."""
-    from torch._subclasses import FakeTensor
-
     return any(isinstance(value, FakeTensor) for value in inputs)
 
 
@@ -375,8 +362,6 @@ def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:
 
 def no_dynamo(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """Disable Dynamo for `function`."""
-    import torch
-
     return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
@@ -392,44 +377,6 @@ def innermost_backend(context: Any) -> Any:
     from torch._dynamo.eval_frame import innermost_backend as innermost
 
     return innermost(context.callback) if callable(context.callback) else None
-
-
-class _Registration(importlib.abc.MetaPathFinder):
-    """Adds a backend to torch's registry as soon as that is imported, which takes TorchDynamo a second."""
-
-    def __init__(self, entry: importlib.metadata.EntryPoint) -> None:
-        self.entry = entry
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of the registry alone, with a loader that adds the backend."""
-        if fullname != _REGISTRY:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(fullname)
-        load = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            load(module)
-            self.add(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-    def add(self, registry: Any) -> None:
-        """Add the backend, which is loaded at its first use; an installed package of this name may replace it."""
-        registry._BACKENDS.setdefault(self.entry.name, self.entry)
-
-
-def register_backend(name: str, function: str) -> None:
-    """Let torch find a backend, "module:function", by name, as the entry point of an installed package does.
-
-    It loads neither torch nor the function.
-    """
-    made = _Registration(importlib.metadata.EntryPoint(name, function, "torch_dynamo_backends"))
-    if _REGISTRY in sys.modules:
-        made.add(sys.modules[_REGISTRY])
-    elif not any(isinstance(finder, _Registration) for finder in sys.meta_path):
-        sys.meta_path.insert(0, made)
 
 
 def registered_backend(name: str) -> Callable[..., Any]:
@@ -493,9 +440,6 @@ def graph_module_of(function: Any) -> Any:
 
     torch gives each such class its own `__call__`, which reports the line of a failing call. Dynamo skips it.
     """
-    from torch.fx import GraphModule
-    from torch.nn import Module
-
     owner, name = getattr(function, "__self__", None), getattr(getattr(function, "__func__", None), "__name__", "")
     if not isinstance(owner, GraphModule) or name != "call_wrapped":
         return None
@@ -527,14 +471,10 @@ def is_optimized_module(thing: Any) -> bool:
 
 def leave_vmap(levels: int) -> None:
     """End levels of `torch.vmap` that were entered by nodes of a captured graph."""
-    from torch._C import _functorch
-
     for _ in range(levels):
         _functorch._vmap_decrement_nesting()
 
 
 def holds_graphs(target: Any) -> bool:
     """Whether a node's target is an operator on graphs (a checkpointed region, a condition)."""
-    from torch._ops import HigherOrderOperator
-
     return isinstance(target, HigherOrderOperator)

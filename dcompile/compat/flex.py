@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 ARGUMENTS = {"flex_attention": 9, "flex_attention_backward": 14}
 """How many arguments each operator has in known versions of torch."""
@@ -97,8 +100,6 @@ def without_kernel(call: Callable[..., Any], options: Mapping[str, Any], is_forw
 @functools.cache
 def _flash_is_natural() -> bool:
     """Whether this torch takes the logarithms of FlashAttention's kernel as they are."""
-    import inspect
-
     from torch.nn.attention import flex_attention
 
     return "stats_are_log2" in inspect.getsource(flex_attention)
@@ -109,8 +110,6 @@ def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:
 
     With `batch` above the shape's own 1, eager sums that many results, which has a layout of its own.
     """
-    import torch
-
     strides, last = tensor.stride(), len(shape) - 1
     is_summed = shape[0] == 1 < batch
     whole = [batch, *shape[1:]] if is_summed else [*shape]
@@ -159,8 +158,6 @@ def _forward_of(operator: Any) -> Callable[..., Any]:
 
 
 def _backward_of(operator: Any) -> Callable[..., Any]:
-    import torch
-
     def call(*args: Any) -> Any:
         *others, buffers, mask_buffers = args
         wanted = [gradient is not None for gradient in gradients_of_captured(args[8])]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 _STATE = ("_is_root", "_handle", "_use_orig_params", "_comm_hook", "_sync_gradients", "_gradient_predivide_factor",
           "_gradient_postdivide_factor", "_fsdp_wrapped_module", "mixed_precision", "process_group")  # fmt: skip

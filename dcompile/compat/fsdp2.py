@@ -13,16 +13,19 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.utils import _to_kwargs
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcompile.compat import shard_extensions
 from dcompile.compat.autograd import backward_task
 from dcompile.compat.dispatch_watch import STANDS_IN
 from dcompile.compat.dynamo import is_optimized_module
 from dcompile.compat.patches.on_demand import FORWARD
-
-if TYPE_CHECKING:
-    import torch
 
 
 def states_in(module: torch.nn.Module) -> list[Any]:
@@ -86,8 +89,6 @@ def let_wrappers_be_traced(modules: Iterable[torch.nn.Module]) -> None:
 
     Dynamo knows their class, but not the one that `fully_shard` derives from it, whose call it skips.
     """
-    import torch
-
     for module in modules:
         kind, call = type(module), torch.nn.Module.__call__
         if is_optimized_module(module) and state_of(module) is not None and kind.__call__ is not call:
@@ -284,16 +285,12 @@ def inputs_to_device(state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Move inputs of a forward to the parameters' device, as FSDP's root does."""
     if state._device.type == "cpu" or not (args or kwargs):
         return args, kwargs
-    from torch.distributed.utils import _to_kwargs
-
     moved, named = _to_kwargs(args, kwargs, state._device, False)
     return moved[0], named[0]
 
 
 def wait_for_optimizer(state: Any) -> None:
     """Wait for the event that the user has set (set_post_optim_event)."""
-    import torch
-
     context = state._state_ctx
     event = getattr(context, "post_optim_event", None)
     if event is not None:
@@ -318,8 +315,6 @@ def keep_versions(states: list[Any]) -> None:
 
 
 def _uncounted(reference: Callable[[], Any]) -> Callable[[], None]:
-    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-
     def init_unsharded_param() -> None:
         param = reference()
         parts = tuple(_parts(getattr(param, "_unsharded_param", None)))
@@ -331,8 +326,6 @@ def _uncounted(reference: Callable[[], Any]) -> Callable[[], None]:
 
 def _parts(value: Any) -> Iterator[torch.Tensor]:
     """Tensors inside a tensor subclass, at any depth; none for plain tensors."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     if not is_traceable_wrapper_subclass(value):
         return
     for name in value.__tensor_flatten__()[0]:
@@ -375,8 +368,6 @@ def arriving_parameter(param: Any) -> torch.nn.Parameter | None:
 
 def _empty(param: Any, size: Any, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
     """Parameter without memory. `dtype`: of one that gets no gradient."""
-    import torch
-
     tensor = torch.empty(size, dtype=dtype or compute_dtype(param), device=param.device)
     tensor.untyped_storage().resize_(0)
     made = torch.nn.Parameter(tensor, requires_grad=dtype is None and param.sharded_param.requires_grad)
@@ -439,8 +430,6 @@ def made_of_gathered(param: Any) -> Callable[..., Any] | None:
 
 
 def _made_of_bytes(param: Any) -> Callable[..., Any]:
-    import torch
-
     reference, dtype, extension = weakref.ref(param), compute_dtype(param), type(param._sharded_local_tensor)
 
     class Received(torch.autograd.Function):
@@ -477,8 +466,6 @@ def _concatenation(param: Any) -> Callable[[Any], Any] | None:
 
 def shown_parameter(param: Any, virtual: torch.nn.Parameter, sent: Sequence[Any] = ()) -> torch.nn.Parameter:
     """Parameter that modules show during tracing: `virtual`, or a stand-in for the tensor made of it and `sent`."""
-    import torch
-
     if sent:
         data, scale = (tensor.detach() for tensor in sent)
         made = shard_extensions.received(param, data, scale, compute_dtype(param))
@@ -509,8 +496,6 @@ def show(param: Any, instead: torch.nn.Parameter) -> None:
 
     FSDP's own function takes twice as long: it asks how each module sets attributes.
     """
-    import torch
-
     info, usual = param._module_info, torch.nn.Module
     kind: Any = type(info.module)
     if info.shared_modules or kind.__setattr__ is not usual.__setattr__:
@@ -625,8 +610,6 @@ def take_gradient(param: Any) -> torch.Tensor | None:
         kept, leaf.grad = leaf.grad, None
     if kept is None:
         return None
-    import torch
-
     whole: torch.Tensor = param._get_grad_inner_tensor(kept)
     sizes = _shard_sizes(param)
     return whole if sizes is None else torch.cat(whole.chunk(sizes[0], param.fsdp_placement.dim))
@@ -668,8 +651,6 @@ def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
 
     `later`: to pinned memory on the current stream; the copy is complete after the returned event.
     """
-    import torch
-
     copy = tensor.to("cpu", non_blocking=later)
     return copy, torch.get_device_module(tensor.device).current_stream().record_event() if later else None
 
@@ -709,8 +690,6 @@ def runs_in_threads(states: list[Any]) -> bool:
 
 
 def _is_threaded(group: Any) -> bool:
-    import torch.distributed as dist
-
     ranks = gather_group(group) or replica_group(group)
     return isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "threaded"
 

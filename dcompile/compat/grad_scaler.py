@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.amp import GradScaler
 
 _METHODS = ("unscale_", "step", "update", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
 _DEPTH = 8
@@ -16,8 +16,6 @@ _DEPTH = 8
 
 def _locals_of(name: str) -> Any:
     """Local variables of the method of a GradScaler in which the question is asked; None if it is asked elsewhere."""
-    from torch.amp import GradScaler
-
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame.f_code.co_name == name and isinstance(frame.f_locals.get("self"), GradScaler):
@@ -36,8 +34,6 @@ def unscaling() -> Any:
 
 def why_not_deferred(scaler: Any) -> str:
     """Return why gradients must be unscaled at once; empty if the methods of a GradScaler are torch's."""
-    from torch.amp import GradScaler
-
     own = all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in _METHODS)
     return "" if own else f"{type(scaler).__name__} has its own way to unscale, check or step"
 
@@ -55,6 +51,4 @@ def step_arguments() -> Sequence[Any] | None:
 
 def unscale(gradients: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
     """Multiply gradients of one dtype by `inverse` in place; set `found` to 1 where one is infinite or no number."""
-    import torch
-
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)

@@ -13,6 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_dtensor")
 """Namespaces of ops that take the name of a process group."""
 
@@ -47,9 +52,6 @@ def let_go() -> None:
 
 def hear_of_destroyed_groups() -> None:
     """Wrap torch.distributed.destroy_process_group, once."""
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
     stock: Any = c10d.destroy_process_group
     if getattr(stock, "tells_dcompile", False):
         return
@@ -68,8 +70,6 @@ def hear_of_destroyed_groups() -> None:
 
 def exists(group: Any) -> bool:
     """Whether a process group has not been destroyed."""
-    import torch.distributed.distributed_c10d as c10d
-
     return group in c10d._world.pg_map
 
 
@@ -81,8 +81,6 @@ def can_abort(group: Any) -> bool:
 
 def own_store(store: Any, prefix: str) -> Any:
     """Store with a key prefix and its own connection: a client serves one call at a time, and some calls wait long."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
     try:
         return PrefixStore(prefix, store.clone())
     except (AttributeError, RuntimeError):  # this store cannot be cloned: calls then take turns
@@ -91,8 +89,6 @@ def own_store(store: Any, prefix: str) -> Any:
 
 def time_limit(group: Any, device: str) -> float:
     """Seconds after which a collective of this group has failed."""
-    import torch.distributed.distributed_c10d as c10d
-
     options = getattr(group._get_backend(_device(device)), "options", None)
     limit = getattr(options, "_timeout", None) or c10d.default_pg_timeout
     return float(limit.total_seconds())
@@ -100,8 +96,6 @@ def time_limit(group: Any, device: str) -> float:
 
 def functional_sum() -> tuple[Any, Any]:
     """Operators that start a sum over a process group, (tensor, "sum", name), and that wait for its result."""
-    import torch
-
     return torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -136,8 +130,6 @@ def patient(group: Any, device: str, limit_s: float, patience_s: float) -> Itera
 
 
 def _device(name: str) -> Any:
-    import torch
-
     return torch.device(name)
 
 
@@ -148,8 +140,6 @@ def abort(group: Any) -> None:
 
 def group_store(group: Any) -> Any:
     """Key-value store through which this process group was set up. It works while collectives do not."""
-    import torch.distributed.distributed_c10d as c10d
-
     return c10d._get_process_group_store(group)
 
 
@@ -169,8 +159,6 @@ def named_groups(gm: Any) -> dict[str, str]:
 
 def size_of(name: str) -> int:
     """Number of ranks of a process group that an operation of a graph names."""
-    import torch.distributed.distributed_c10d as c10d
-
     resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
     size: int = resolve(name).size()
     return size
@@ -178,8 +166,6 @@ def size_of(name: str) -> int:
 
 def group_by_name(name: str) -> Any:
     """Process group that an operation of a graph names; None if it does not exist any more."""
-    import torch.distributed.distributed_c10d as c10d
-
     resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
     try:
         return resolve(name)
@@ -217,8 +203,6 @@ def weak(thing: Any) -> Callable[[], Any]:
 
 def reduce_op(name: str) -> Any:
     """Reduction by its name in functional collectives: "sum", "avg", ..."""
-    import torch.distributed as dist
-
     return getattr(dist.ReduceOp, name.upper())
 
 
@@ -226,8 +210,6 @@ def reduce_op(name: str) -> Any:
 
 
 def _options(name: str, limit_s: float | None, **values: Any) -> Any:
-    import torch.distributed.distributed_c10d as c10d
-
     options = getattr(c10d, name)()
     for field, value in values.items():
         setattr(options, field, value)
@@ -287,6 +269,4 @@ def start_broadcast(group: Any, tensor: Any, source: int, limit_s: float | None)
 
 def multiplied_sum(factor: float) -> Any:
     """Reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
-    import torch.distributed as dist
-
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined, unused-ignore]

@@ -9,14 +9,13 @@ import types
 import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame, guards
 
 from dcompile.compat.hooks import saved_are_traced
 from dcompile.compat.patches.torch_patch import replaced_attribute
-
-if TYPE_CHECKING:
-    import torch
-
 
 _BEHIND_GUARDS: list[Any] = []
 """Hook that Dynamo calls after its guards, at most one: torch's, to recompile on all ranks if one has to."""
@@ -29,8 +28,6 @@ def hooks_behind_guards() -> list[Any]:
     torch returns the current hook only from the function that sets one, so this module records it. The list stays the
     same object.
     """
-    from torch._C._dynamo import eval_frame
-
     stock: Any = getattr(eval_frame, "set_guard_complete_hook", None)
     if stock is None or hasattr(stock, "_dcompile"):
         return _BEHIND_GUARDS
@@ -65,8 +62,6 @@ class _Through:
 
 def _shorter(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Wrap a check of saved-tensor hooks: it passes at once while none are set, if it passes now without any."""
-    import torch
-
     hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
     if hooks(True) is not None or not holds(None):
         return holds
@@ -78,8 +73,6 @@ def like_these(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
     It may also return False for other reasons, such as `requires_grad`. None if torch has no such function.
     """
-    from torch._C._dynamo import guards
-
     made = getattr(guards, "TensorGuards", None)
     if made is None:
         return None
@@ -143,7 +136,6 @@ def guard_tensor_identity(is_kept: Callable[[Any], bool]) -> Iterator[None]:
     Dynamo guards properties of parameters, so code after a graph break serves all layers of a class. With this guard,
     it counts recompilations for each module separately.
     """
-    import torch
     from torch._dynamo.guards import GuardBuilder
 
     own = GuardBuilder.TENSOR_MATCH
@@ -191,8 +183,6 @@ def guard_methods() -> Iterator[None]:
 
 def _guard_method(translator: Any, function: Any, args: Sequence[Any]) -> None:
     """Guard on a method of the first argument's class, if `function` is one."""
-    import torch
-
     if not args or not isinstance(function, types.FunctionType):
         return
     value, source = _traced(args[0])

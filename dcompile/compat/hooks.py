@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dcompile.compat.autograd import has_hooks
 from dcompile.compat.dispatch_watch import saved_tensor_hooks
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
 
 OWN = "dcompile_own"
 """Attribute of dcompile's own hooks of an optimizer's step."""
@@ -29,8 +32,6 @@ class Hooks:
     """
 
     def __init__(self, root: Module) -> None:
-        from torch.utils.hooks import RemovableHandle
-
         self._root = weakref.ref(root)
         self._counter = RemovableHandle
         self._last_id = -1
@@ -55,8 +56,6 @@ def active_hook_kinds(hooks: Hooks | None) -> str:
 
 def saved_are_traced() -> bool:
     """Whether there are saved-tensor hooks that are graphs, which become part of a program."""
-    from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable
-
     return saved_tensors_hooks_are_inlineable(saved_tensor_hooks())
 
 
@@ -82,8 +81,6 @@ class GradientHooks:
     """
 
     def __init__(self, parameters: Mapping[int, Callable[[], Any]]) -> None:
-        from torch.utils.hooks import RemovableHandle
-
         self._parameters = parameters
         self._counter = RemovableHandle
         self._last_id = -1
@@ -107,9 +104,7 @@ class GradientHooks:
 
 def _held_for_all() -> list[tuple[str, Any]]:
     """Nonempty tables of hooks for all modules."""
-    from torch.nn.modules import module
-
-    tables = ((f"all{kind}", getattr(module, f"_global{kind}")) for kind in _KINDS)
+    tables = ((f"all{kind}", getattr(torch_module, f"_global{kind}")) for kind in _KINDS)
     return [(name, table) for name, table in tables if table]
 
 
@@ -129,17 +124,13 @@ def _held(root: Module) -> list[tuple[str, Any]]:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of the user run before an optimizer's step, those of all optimizers included."""
-    from torch.optim import optimizer as module
-
-    found = (*optimizer._optimizer_step_pre_hooks.values(), *module._global_optimizer_pre_hooks.values())
+    found = (*optimizer._optimizer_step_pre_hooks.values(), *torch_optimizer._global_optimizer_pre_hooks.values())
     return any(not hasattr(hook, OWN) for hook in found)
 
 
 def are_steps_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether others than torch's schedulers see each call of an optimizer's step: hooks after it, or a wrapper."""
-    from torch.optim import optimizer as module
-
-    found = (*optimizer._optimizer_step_post_hooks.values(), *module._global_optimizer_post_hooks.values())
+    found = (*optimizer._optimizer_step_post_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values())
     wrapper = optimizer.__dict__.get("step")
     is_other = wrapper is not None and not hasattr(wrapper, "_wrapped_by_lr_sched")
     return is_other or any(not hasattr(hook, OWN) for hook in found)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.fx import Graph, GraphModule, Node
+import torch
+from torch._guards import tracing
+from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.utils._pytree import tree_leaves
 
 FLEX = ("flex_attention", "flex_attention_backward")
 """Names of higher-order operators."""
@@ -28,8 +30,6 @@ def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] |
 
     Returns the reason instead, if TorchInductor has no kernel for it: on the CPU, or after an error of its own.
     """
-    import torch
-
     values = [n.meta.get("val") for n in node.all_input_nodes if n not in fixed]
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
         return "not on a GPU"
@@ -41,9 +41,6 @@ def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] |
 
 def _graph_of_one(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
     """Graph of this call alone."""
-    import torch
-    from torch.fx import Graph, GraphModule, map_arg
-
     graph, root = Graph(), torch.nn.Module()
     given: dict[Node, Node] = {}
     for place, source in enumerate(n for n in node.all_input_nodes if n not in fixed):
@@ -76,8 +73,6 @@ def _decomposed(part: GraphModule) -> GraphModule:
 
 def _leaves(graph: Graph, whole: Node, place: int, value: Any, is_used: bool) -> list[Node | None]:
     """Leaves of one part of a result, in order; None for unused ones."""
-    from torch.utils._pytree import tree_leaves
-
     if not is_used:
         return [None] * len(tree_leaves(value))
     part = graph.call_function(operator.getitem, (whole, place))
@@ -88,7 +83,6 @@ def _leaves(graph: Graph, whole: Node, place: int, value: Any, is_used: bool) ->
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._guards import tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
     from dcompile.compat.sizes import adding_no_guards
@@ -119,8 +113,6 @@ def decompositions() -> dict[Any, Any]:
 @contextlib.contextmanager
 def outside_tracing() -> Iterator[None]:
     """Leave the context of the surrounding graph, whose strides and guards do not concern its parts."""
-    from torch._guards import tracing
-
     with tracing(None):
         yield
 

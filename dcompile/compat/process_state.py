@@ -1,6 +1,12 @@
 """The state of this process that tracing reads: settings of torch, what is registered for its operators, and modes.
 
 Functions return text, or raise NotKeepable for state that text cannot identify.
+
+Below, torch's own log settings, TORCH_LOGS and `torch._logging.set_logs`, as far as they concern dcompile's loggers.
+
+`TORCH_LOGS="+dcompile"` needs nothing here: torch takes the name of any importable package, sets the level of its
+logger, and adds a handler. dcompile's loggers are not registered with `register_log`. With each `set_logs`, torch would
+reset their levels, stop propagation to the root logger, and print receipts in its own format.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.library
 
 from dcompile.compat.attention import chosen_flash_attention
 
@@ -107,8 +114,6 @@ def _functorch_settings() -> str:
 
 def _registrations() -> Iterator[str]:
     """Yield implementations and decompositions that Python code has registered for torch's own operators."""
-    import torch.library
-
     aten = sorted(name for name in torch.library._impls if name.startswith("aten/"))
     for name in aten:
         if name.rpartition("/")[2] not in _BACKENDS and name not in _TORCHS:
@@ -144,3 +149,24 @@ def is_of_torch(function: Any) -> bool:
         return False
     code = getattr(function, "__code__", None)
     return code is None or code.co_filename.startswith(code_roots())
+
+
+# --- torch's log settings ---------------------------------------------------------------------------------------------
+
+
+CODE_ARTIFACTS = ("output_code", "kernel_code")
+"""Artifacts with generated code: whole programs with their kernels, and kernels alone."""
+
+TRACE_ARTIFACTS = ("aot_graphs", "aot_joint_graph")
+"""Names that stand for what AOTAutograd traces."""
+
+
+def is_artifact_enabled(*names: str) -> bool:
+    """Whether TORCH_LOGS or `set_logs` names one of these artifacts; False if this torch cannot tell."""
+    try:
+        from torch._logging import _internal
+
+        state: Any = _internal.log_state
+        return any(state.is_artifact_enabled(name) for name in names)
+    except (ImportError, AttributeError):
+        return False

@@ -6,34 +6,28 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.utils import _pytree
+
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
     """Flatten a value into (leaves, structure)."""
-    from torch.utils import _pytree
-
     return _pytree.tree_flatten(value)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     """Rebuild a value from its leaves and structure."""
-    from torch.utils import _pytree
-
     return _pytree.tree_unflatten(list(leaves), structure)
 
 
 def map_only(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """Replace the leaves of one class in a value."""
-    from torch.utils import _pytree
-
     return _pytree.tree_map_only(kind, function, value)
 
 
 @functools.cache
 def _name_return_types() -> None:
     """Name the tuples that torch's operators return, as torch 2.15 does: an older one cannot write them as JSON."""
-    import torch
-    from torch.utils import _pytree
-
     for name, found in vars(torch.return_types).items():
         known = _pytree.SUPPORTED_SERIALIZED_TYPES.get(found) if isinstance(found, type) else None
         if known is not None and known.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
@@ -44,15 +38,11 @@ def _name_return_types() -> None:
 
 def to_text(structure: Any) -> str:
     """Write a structure as JSON. Raises NotImplementedError for a class that is not registered with a name."""
-    from torch.utils import _pytree
-
     _name_return_types()
     return _pytree.treespec_dumps(structure)
 
 
 def from_text(text: str) -> Any:
     """Read a structure that `to_text` wrote. Raises NotImplementedError for a class that this process does not know."""
-    from torch.utils import _pytree
-
     _name_return_types()
     return _pytree.treespec_loads(text)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dcompile.compat import absent_ranks
 from dcompile.compat.tensors import is_wrapper, real_tensors, scaled_cast
-
-if TYPE_CHECKING:
-    import torch
 
 PRECOMPUTED = "_precomputed_scale"
 """Attribute of a shard with the scale that the user has computed for it, or None."""
@@ -47,8 +47,6 @@ class ScaledGather:
 
     def with_scale(self, scale: torch.Tensor) -> Any:
         """Metadata of a gather with this scale."""
-        from torch.utils._pytree import tree_unflatten
-
         leaves, structure = self.metadata
         return tree_unflatten([scale if leaf is None else leaf for leaf in leaves], structure)
 
@@ -106,21 +104,16 @@ def received(param: Any, data: torch.Tensor, scale: torch.Tensor, dtype: torch.d
 
 def describe_gather(param: Any, gather: ScaledGather) -> None:
     """Tell FSDP what a gather that did not happen would have said, so that it makes a gathered parameter without it."""
-    import torch
-
     param._extensions_data.all_gather_metadata = gather.with_scale(torch.ones((), device=param.device))
     param._extensions_data.all_gather_input_sizes = [param.padded_sharded_param_size]
 
 
 def scales_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scales in float32 at which largest magnitudes `amax` become the largest number of an 8-bit dtype."""
-    import torch
-
     return (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
 
 def _recognised(param: Any) -> ScaledGather | str:
-    import torch
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     name = "fsdp_pre_all_gather"
@@ -166,9 +159,6 @@ def _sent_alone(param: Any, shard: torch.Tensor, scale: torch.Tensor | None) -> 
 
 def _scaled_gather(shard: torch.Tensor, scale: torch.Tensor, sent: Any, metadata: Any) -> ScaledGather | None:
     """The extension that has sent this, if it has done what `ScaledGather` describes."""
-    import torch
-    from torch.utils._pytree import tree_flatten
-
     if len(sent) != 1 or sent[0].shape != shard.shape:
         return None
     dtype = sent[0].dtype
@@ -185,8 +175,5 @@ def _scaled_gather(shard: torch.Tensor, scale: torch.Tensor, sent: Any, metadata
 
 
 def _has_scale(metadata: Any, expected: torch.Tensor) -> bool:
-    import torch
-    from torch.utils._pytree import tree_leaves
-
     (found,) = (leaf for leaf in tree_leaves(metadata) if isinstance(leaf, torch.Tensor))
     return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)

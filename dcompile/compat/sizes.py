@@ -1,15 +1,28 @@
-"""Read symbolic sizes without adding guards."""
+"""Read symbolic sizes without adding guards.
+
+Below, torch.compile's spec of argument sizes: `dynamic_shapes`, called `shapes_spec` until torch 2.14.
+
+A spec names parameters of the user's function. Dynamo looks them up among the locals of the traced frame. The frame
+that we give it has only `*args` and `**kwargs`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
 import unittest.mock
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import lcm
 from typing import Any
+
+import torch
+import torch.fx.experimental._config as config
+from torch._guards import detect_fake_mode
+from torch._subclasses import fake_tensor
+from torch.nn import Module
 
 from dcompile.passes import PassReport
 
@@ -47,9 +60,6 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
     more work than the result itself: 11.7 s instead of 9.3 for a Llama layer (docs/lab/runtime.md, R7). For sizes that
     are numbers, the cache saves a quarter.
     """
-    import torch
-    from torch._guards import detect_fake_mode
-    from torch._subclasses import fake_tensor
 
     def is_symbolic(value: Any) -> bool:
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -86,8 +96,6 @@ def multiply_pairwise(gm: Any) -> PassReport:
 
 def is_symbolic_number(value: Any) -> bool:
     """Whether a traced value is a number that depends on sizes of inputs."""
-    import torch
-
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
@@ -100,8 +108,6 @@ def adding_no_guards(gm: Any) -> contextlib.AbstractContextManager[Any]:
 
 def guard_count(gm: Any) -> int:
     """Number of guards on symbolic sizes so far; reading a size's value adds one."""
-    import torch
-
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -183,8 +189,6 @@ def known_divisor(shape_env: Any, symbol: Any) -> int:
 
 def invents_sizes(op: Any) -> bool:
     """Whether tracing evaluates data-dependent sizes: torch 2.11 counts the distinct elements of a tensor of zeros."""
-    import torch
-
     return str(op) == "aten._unique.default" and torch.Tag.dynamic_output_shape not in op.tags
 
 
@@ -198,8 +202,6 @@ def reads_values(gm: Any) -> bool:
 
 def size_inputs(gm: Any) -> tuple[int, ...]:
     """Positions of a traced graph's inputs that are sizes; those alone that others follow from, if there are such."""
-    import torch
-
     places = enumerate(gm.graph.find_nodes(op="placeholder"))
     sizes = [(place, value) for place, node in places if isinstance(value := node.meta.get("val"), torch.SymInt)]
     symbols = tuple(place for place, value in sizes if value.node.expr.is_symbol)
@@ -208,8 +210,6 @@ def size_inputs(gm: Any) -> tuple[int, ...]:
 
 def size_symbols(gm: Any) -> dict[Any, Any]:
     """Size symbols of a graph -> their shape environment."""
-    import torch
-
     found: dict[Any, Any] = {}
     seen: set[int] = set()  # in a trace from the cache, values of one layout are one tensor, which the graph holds
     for node in gm.graph.nodes:
@@ -226,8 +226,6 @@ def size_symbols(gm: Any) -> dict[Any, Any]:
 
 def symbols_of(values: Iterable[Any]) -> set[Any]:
     """Size symbols in tensors, numbers, and tuples of them."""
-    import torch
-
     found: set[Any] = set()
     for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -308,7 +306,96 @@ def size_operations() -> dict[str, Any]:
 
 def size_settings() -> str:
     """Return torch's settings for symbolic sizes as text."""
-    import torch.fx.experimental._config as config
-
     values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
     return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
+
+
+# --- torch.compile's spec of argument sizes ---------------------------------------------------------------------------
+
+
+NAMES = ("dynamic_shapes", "shapes_spec")
+"""Names of the argument, newest first."""
+
+
+def argument() -> str | None:
+    """Name of the argument in this torch; None if it has none."""
+    known = inspect.signature(torch.compile).parameters
+    return next((name for name in NAMES if name in known), None)
+
+
+def requested_spec(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Spec that was given under one of its names, under this torch's name.
+
+    Raises TypeError if torch has no such argument, or if it was given under both names.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        return {}
+    if len(found) > 1:
+        raise TypeError("dcompile: shapes_spec and dynamic_shapes are names of one argument; give one of them")
+    (name, spec), known = next(iter(found.items())), argument()
+    if known is None:
+        raise TypeError(f"dcompile: torch {torch.__version__} has no {name} in torch.compile; leave it out")
+    return {known: spec}
+
+
+def of_context(context: Any) -> dict[str, Any]:
+    """Spec of a torch.compile call, if one was given."""
+    known = argument()
+    spec = None if known is None else getattr(context, f"_{known}", None)
+    return {} if spec is None or known is None else {known: spec}
+
+
+def with_attached(target: Any, limits: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`limits`, with the spec that `@dynamic_spec` has attached to a function or a module's forward.
+
+    Raises ValueError, as torch does, if a spec was given as well.
+    """
+    known = argument()
+    if known is None:
+        return limits
+    from torch.fx.experimental import dynamic_spec
+
+    resolve = getattr(dynamic_spec, "_resolve_dynamic_shapes", None)  # since torch 2.15
+    spec = None if resolve is None else resolve(target, limits.get(known))
+    return limits if spec is None else {**limits, known: spec}
+
+
+def for_entry(limits: Mapping[str, Any], function: Callable[..., Any]) -> Any:
+    """Spec for a frame that passes `*args` and `**kwargs` on to `function`; None without one."""
+    spec = next((limits[name] for name in NAMES if limits.get(name) is not None), None)
+    if spec is None:
+        return None
+    from torch.fx.experimental.dynamic_spec import ParamsSpec, ShapesSpec
+
+    whole: Any = spec if isinstance(spec, ShapesSpec) else ShapesSpec(spec)
+    params = whole._params
+    if params is None:
+        return whole
+    by_place: list[Any] = []
+    for name, parameter in inspect.signature(_named(function), follow_wrapped=False).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            by_place.append(params._named_args.get(name))
+    by_place += params._varargs or []
+    by_name = {**params._named_args, **(params._varkw or {})}
+    moved = ParamsSpec()
+    moved._varargs, moved._varkw = by_place, by_name
+    return ShapesSpec(moved, assumptions=whole.assumptions)
+
+
+def _named(function: Any) -> Callable[..., Any]:
+    """Function whose parameters a spec names: for a module, and for the methods that call it, its forward."""
+    owner = getattr(function, "__self__", function)
+    calls_it = function is owner or getattr(function, "__name__", "") in ("_call_impl", "_wrapped_call_impl")
+    forward: Callable[..., Any] = owner.forward if isinstance(owner, Module) and calls_it else function
+    return forward
+
+
+def in_entry(spec: Any) -> contextlib.AbstractContextManager[Any]:
+    """Settings of Dynamo while it traces the frame for which `for_entry` made a spec."""
+    if spec is None:
+        return contextlib.nullcontext()
+    import torch._dynamo.config as config
+
+    name = next(name for name in ("_dynamic_shapes_spec", "_shapes_spec") if hasattr(config, name))
+    return config.patch({name: spec})  # type: ignore[no-any-return, no-untyped-call, unused-ignore]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
@@ -17,8 +15,6 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     All Python code shares one storage object, which counts like one tensor. The object's own reference count shows
     whether other code holds it.
     """
-    import torch
-
     storage = tensor.untyped_storage()
     others = sys.getrefcount(storage) - _lonely_storage_references()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others  # `storage` itself is one
@@ -31,8 +27,6 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """`tensor` is new: nothing else holds it."""
-        import torch
-
         self.tensor = tensor
         self._storage = tensor.untyped_storage()  # kept: it is one object for all Python code
         self._address = self._storage._cdata
@@ -46,8 +40,6 @@ class KeptTensor:
         A former holder may have freed its memory (`resize_(0)`), or moved it to shared memory (`share_memory_`,
         `multiprocessing` queues). Both give the storage other memory.
         """
-        import torch
-
         if (self._storage.data_ptr(), self._storage.nbytes()) != self._memory:
             return False
         same = torch._C._storage_Use_Count(self._address) == self._uses
@@ -57,8 +49,6 @@ class KeptTensor:
 @functools.cache
 def _lonely_storage_references() -> int:
     """Reference count of a storage object with one local variable: 2 or 3, depending on torch and Python."""
-    import torch
-
     tensor = torch.empty(1, device="cpu")  # kept: a living tensor's reference counts in some versions
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
@@ -69,8 +59,6 @@ def is_only_reference(tensor: torch.Tensor) -> bool:
 
     Call it as `is_only_reference(x)` in a function that got `x` as its only argument from that variable.
     """
-    import torch
-
     if sys.getrefcount(tensor) != _references_of_one_variable() or not only_python_holds(tensor):
         return False
     storage = tensor.untyped_storage()
@@ -99,8 +87,6 @@ def _count(given: object) -> int:
 @functools.cache
 def _uses_of_one_tensor() -> int:
     """Holders of a storage with one tensor, while Python holds the storage object."""
-    import torch
-
     tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))
@@ -111,8 +97,6 @@ def use_counter() -> Callable[[int], int]:
 
     All Python code together counts as one. It is asked of each saved tensor in each call, so callers keep it.
     """
-    import torch
-
     return torch._C._storage_Use_Count
 
 

@@ -8,10 +8,9 @@ depends on whether the scatter was traced before in this process, as FakeTensor'
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.fx import Node
+from torch.fx import Node
 
 FROM_STORAGE = frozenset(
     f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter")

@@ -1,4 +1,7 @@
-"""Tensors: fake ones, storages, fast entry points of ATen, DTensors, and what this build of torch does with dtypes."""
+"""Tensors: fake ones, storages, fast entry points of ATen, DTensors, and what this build of torch does with dtypes.
+
+Below, torch's own cross-entropy of a linear layer in chunks, by its private operators.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,39 @@ import operator
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from dcompile.compat.storage_holders import storage_use_count
-
-if TYPE_CHECKING:
-    import torch
 
 
 def fake_mode() -> Any:
     """Mode in which tensors have shapes and no memory; real tensors are converted to fake ones."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Allocate real tensors in this context, although a graph is being compiled with fake ones."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily():
         yield
 
 
 def is_relabelled(value: Any) -> bool:
     """Whether this is a tensor of a user's subclass that changes no operator."""
-    import torch
-
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor:
         return False
     return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -54,57 +62,41 @@ def as_if_received(value: Any) -> Any:
 
 def received(value: Any) -> Any:
     """Wait for a tensor that is received later; return it as a plain tensor, also for autograd."""
-    import torch
-
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value.trigger_wait()
-    return _receive().apply(value)
+    return _Receive.apply(value)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-@functools.cache
-def _receive() -> Any:
-    import torch
+class _Receive(torch.autograd.Function):
+    """torch's own wait returns the tensor inside, which requires no gradient."""
 
-    class Receive(torch.autograd.Function):
-        """torch's own wait returns the tensor inside, which requires no gradient."""
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Any:
+        return value.trigger_wait().detach()  # a new tensor: autograd writes into it
 
-        @staticmethod
-        def forward(ctx: Any, value: Any) -> Any:
-            return value.trigger_wait().detach()  # a new tensor: autograd writes into it
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return gradients[0]
-
-    return Receive
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
 
 
 def has_flash_attention() -> bool:
     """Whether attention on GPUs may use the kernels that share key heads among queries: they are not disabled."""
-    import torch
-
     return bool(torch.backends.cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def raw_stream(device: int) -> int:
     """Current stream of a GPU, as the CUDA driver's handle."""
-    import torch
-
     fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(fast(device) if fast is not None else torch.cuda.current_stream(device).cuda_stream)
 
 
 def forget_blas_workspaces() -> None:
     """Free torch's cuBLAS workspaces, one for each stream; they are allocated again when needed."""
-    import torch
-
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail with `message` unless `condition` holds, without waiting for the GPU."""
-    import torch
-
     torch._assert_async(condition, message)
 
 
@@ -115,15 +107,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has accessible memory of its own: it is no wrapper of a subclass or of `torch.func`."""
-    from torch._C._functorch import is_functorch_wrapped_tensor
-
     return not (is_wrapper(tensor) or is_functorch_wrapped_tensor(tensor))
 
 
 def storage_at(address: int, nbytes: int, device: Any) -> Any:
     """Storage over memory that somebody else owns."""
-    import torch
-
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
@@ -133,8 +121,6 @@ def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -
     In Python it takes 20 us for 300, so it is done in C++. `addresses` has a number for each argument. Both are lists,
     since the C++ function takes nothing else.
     """
-    import torch
-
     quick = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only in builds with CUDA
     if quick is not None:
         return bool(quick(args, addresses, positions))
@@ -144,8 +130,6 @@ def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -
 
 def leaves(value: Any) -> list[Any]:
     """Leaves of nested lists, dictionaries and the like, as torch flattens them."""
-    from torch.utils._pytree import tree_leaves
-
     found: list[Any] = tree_leaves(value)
     return found
 
@@ -160,8 +144,6 @@ def quick_empty(device: str) -> Callable[..., torch.Tensor]:
 
     It takes 0.3 us instead of 0.7 (torch 2.13, one core of an AMD EPYC).
     """
-    import torch
-    from torch._C._dynamo import guards
 
     def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -174,8 +156,6 @@ def quick_view_function() -> Callable[..., torch.Tensor]:
 
     The offset is added to the tensor's. Shape and strides are tuples: torch 2.15 takes no torch.Size.
     """
-    import torch
-    from torch._C._dynamo import guards
 
     def strided_view(tensor: torch.Tensor, shape: Any, strides: Any, more: int = 0) -> torch.Tensor:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -191,15 +171,11 @@ def direct_call(overload: Any) -> Any:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor's class wraps plain tensors (a DTensor)."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     return is_traceable_wrapper_subclass(tensor)
 
 
 def fake_memory(nbytes: int) -> Any:
     """Memory for fake tensors, of this many bytes. Not to be called inside a fake mode."""
-    import torch
-
     return torch.empty_strided((nbytes,), (1,), dtype=torch.uint8, device="meta").untyped_storage()
 
 
@@ -218,8 +194,6 @@ def in_memory_of_their_own(fakes: Sequence[Any]) -> list[Any]:
 
     Inside a graph from the cache one tensor may stand for all of a layout. Other compilers may ask which are the same.
     """
-    import torch
-
     found, known = list[Any](), set[int]()
     for fake in fakes:
         made = fake
@@ -238,8 +212,6 @@ def fake_tensor(
 
     Not inside a mode of fake tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-
     if storage is None:
         return FakeTensor(mode, meta_tensor(dtype, None, offset, shape, strides), device)
     with in_kernel_invocation_manager(mode):
@@ -251,8 +223,6 @@ def meta_tensor(
     dtype: torch.dtype, storage: Any, offset: int, shape: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
     """A meta tensor in memory of `fake_memory`, or of its own where `storage` is None."""
-    import torch
-
     if storage is None:
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     made = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
@@ -261,29 +231,21 @@ def meta_tensor(
 
 def fake_copy(mode: Any, prototype: torch.Tensor, device: Any) -> Any:
     """A fake tensor with the layout of a meta tensor, in its storage."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return FakeTensor(mode, prototype, device)
 
 
 def fake_tensor_type() -> type:
     """Type of fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return FakeTensor
 
 
 def plain_tensor_types() -> tuple[type, ...]:
     """Types of tensors without dispatch of their own."""
-    import torch
-
     return torch.Tensor, torch.nn.Parameter, fake_tensor_type()
 
 
 def viewed_tensor(value: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
     """The tensor of which autograd knows this one as a view, and in which mode the view was made; None for others."""
-    import torch
-
     if not value._is_view() or value.is_inference():
         return None
     return value._base, torch._C._autograd._get_creation_meta(value)  # type: ignore[return-value, arg-type, unused-ignore]
@@ -291,22 +253,16 @@ def viewed_tensor(value: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
 
 def is_overload(value: Any) -> bool:
     """Whether a value is an operator with an overload's name, such as `aten.add.Tensor`."""
-    import torch
-
     return isinstance(value, torch._ops.OpOverload)
 
 
 def converts(op: Any) -> bool:
     """Whether an operation is ATen's own conversion to another dtype, layout or device."""
-    import torch
-
     return op is torch.ops.aten._to_copy.default
 
 
 def is_operator(value: Any) -> bool:
     """The same, also for an operator without an overload's name."""
-    import torch
-
     return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
@@ -316,8 +272,6 @@ def fake_parameter(mode: Any, value: Any) -> Any:
     The mode would copy all metadata, and remember the storage for tensors that share it. Hold the result: the mode has
     a weak reference. Use it for parameters of fixed sizes, outside of modes of fake tensors.
     """
-    import torch
-
     if type(value) is not torch.nn.Parameter or not _is_plain(value):
         return None
     grad = value.grad
@@ -334,8 +288,6 @@ def fake_parameter(mode: Any, value: Any) -> Any:
 
 def _is_plain(value: torch.Tensor) -> bool:
     """Whether a tensor is a strided leaf without marks, which has all of a storage that no other tensor shares."""
-    import torch
-
     if value.layout is not torch.strided or value.is_quantized or value.is_neg() or value.is_conj():
         return False
     if value._is_view() or value.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -358,8 +310,6 @@ def slow_products() -> frozenset[torch.dtype]:
     float16 is not among them, though it is as slow. ATen's loops round differently than sums in float32: a loss under
     FSDP was 5e-4 off stock's.
     """
-    import torch
-
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     try:
@@ -372,9 +322,6 @@ def slow_products() -> frozenset[torch.dtype]:
 @functools.cache
 def saturates_float8() -> bool:
     """Whether ATen converts larger numbers to the largest float8_e4m3fn, as from 2.13 on; before, they become NaN."""
-    import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily():
         number = torch.full((), 1000.0, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
         return bool(number.float().isfinite())
@@ -382,36 +329,26 @@ def saturates_float8() -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether a value is stored like numbers in the program text: a CPU tensor without dimensions."""
-    import torch
-
     return isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu"
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply each in place; on a GPU, many per launch."""
-    import torch
-
     torch._foreach_mul_(tensors, factor)
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:
     """Fill each with zeros; on a GPU, many per launch."""
-    import torch
-
     torch._foreach_zero_(tensors)
 
 
 def count_all(steps: list[torch.Tensor]) -> None:
     """Add 1 to each, in few launches on a GPU; on a CPU, a number would become a tensor for each of them."""
-    import torch
-
     torch._foreach_add_(steps, torch.ones((), device="cpu") if steps[0].is_cpu else 1)
 
 
 def lazy_functions() -> dict[str, Any]:
     """Return torch's functions on lists of tensors that pending gradients understand, by what they do."""
-    import torch
-
     return {
         "norms": torch._foreach_norm,
         "multiply": torch._foreach_mul_,
@@ -422,29 +359,21 @@ def lazy_functions() -> dict[str, Any]:
 
 def in_layout_of(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Give a gradient its parameter's layout, as autograd does. Copies only if the parameter is not contiguous."""
-    import torch
-
     return gradient if param.is_contiguous() else torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target and convert it, on GPUs in one kernel. Targets have one dtype, sources another."""
-    import torch
-
     torch._foreach_copy_(targets, sources)
 
 
 def largest_magnitudes(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Largest magnitude of each tensor, as a tensor of shape (number,), on GPUs by few kernels."""
-    import torch
-
     return torch.stack(torch._foreach_norm(tensors, float("inf")))
 
 
 def scaled_cast(source: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast float32 products with a scale to an 8-bit float; what is too large becomes the largest number."""
-    import torch
-
     limit = torch.finfo(dtype).max
     return (source.float() * scale).clamp(-limit, limit).to(dtype)
 
@@ -499,10 +428,6 @@ def move_graph_to_gpu(gm: Any) -> None:
     Values keep the strides that they were traced with on the CPU. A library call that returns others on the GPU is
     copied at run time, as everywhere (`HostProgramServices.fit`).
     """
-    import torch
-    from torch.fx.node import map_aggregate
-    from torch.utils import _pytree
-
     gpu = torch.device("cuda")
 
     def device(argument: Any) -> Any:
@@ -524,8 +449,6 @@ def without_memory(kind: type[torch.Tensor], like: torch.Tensor, device: torch.d
 
     `device`: its device, if it is not the other one's.
     """
-    import torch
-
     return torch.Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout
     )
@@ -533,8 +456,6 @@ def without_memory(kind: type[torch.Tensor], like: torch.Tensor, device: torch.d
 
 def as_plain() -> Any:
     """Return a context in which functions of tensor subclasses are not asked (`__torch_function__`)."""
-    import torch
-
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -551,3 +472,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def mark_static(tensor: torch.Tensor) -> None:
     """Tell recordings that a tensor's address stays."""
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
+# --- the loss of a linear layer in chunks -----------------------------------------------------------------------------
+
+
+_OPERATORS = (
+    "torch_nn._linear_cross_entropy_batch_chunked.default",
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default",
+)
+"""What `torch.nn.functional.linear_cross_entropy` calls where it is given `options`. The second has one loss a row."""
+_DEFAULTS = {"reduction": "none", "label_smoothing": 0.0}
+
+
+def chunked_arguments(node: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call of such an operator by name; None for other nodes.
+
+    So it is where gradients that the first operator returns beside the loss have readers, where dtypes are mixed, and
+    where targets are probabilities, as torch 2.15 has them.
+    """
+    if node.op != "call_function" or str(node.target) not in _OPERATORS:
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    hidden, weight, target = (given[name].meta["example_value"] for name in ("input", "linear_weight", "target"))
+    reads_loss = given["reduction"] == "none" or all(user.args[1:] == (0,) for user in node.users)
+    is_known = hidden.dtype == weight.dtype and not target.is_floating_point()
+    return given if node.users and reads_loss and is_known else None

@@ -16,7 +16,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.compiled_model import without_collecting
 from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
-from dcompile.compat import storage_offsets, torch_logs
+from dcompile.compat import process_state, storage_offsets
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config, parse_log
 from dcompile.errors import BuildError
@@ -146,7 +146,7 @@ class CachingCompiler:
 
     def traces(self) -> portable.RecordedTraces | None:
         """Where traces of AOTAutograd are kept; None where somebody wants to see one being made."""
-        shown = torch_logs.is_artifact_enabled(*torch_logs.TRACE_ARTIFACTS)
+        shown = process_state.is_artifact_enabled(*process_state.TRACE_ARTIFACTS)
         if shown or not self.config.trace_cache or self.ignores_cache():
             return None
         return portable.RecordedTraces(KernelCache.open(self.config))
@@ -240,7 +240,7 @@ class CachingCompiler:
 
     def ignores_cache(self) -> bool:
         """Whether to ignore the cache: for users who inspect or verify compilation; tests would fill it."""
-        shows_code = torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS)
+        shows_code = process_state.is_artifact_enabled(*process_state.CODE_ARTIFACTS)
         return self.config.verify or bool(self.config.dump) or shows_code or self._shows_plan()
 
     def _shows_plan(self) -> bool:

@@ -24,7 +24,7 @@ from dcompile.codegen.schedule.order.overlap_collectives import overlap_lines, p
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_all_gather import gathered_bytes
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
-from dcompile.compat import torch_logs
+from dcompile.compat import process_state
 from dcompile.compat.size_expressions import traced_sizes
 from dcompile.compiler.autotune import Tuner
 from dcompile.compiler.compute_regions import RegionCompiler, RegionResult
@@ -306,10 +306,10 @@ class Pipeline:
             dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
             for name, text in _commented_kernels(kernels):
                 dump(self.config, f"{lowered.name}/kernels/{name}.cpp", text)
-        if torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS):
+        if process_state.is_artifact_enabled(*process_state.CODE_ARTIFACTS):
             for name, text in _commented_kernels(kernels):
                 log_code(self.config, f"{lowered.name}: kernel {name}\n{text}")
-        if torch_logs.is_artifact_enabled("output_code"):
+        if process_state.is_artifact_enabled("output_code"):
             log_code(self.config, f"{lowered.name}: host program\n{source}")
 
     def _dump_graph(self, gm: Any, program: Program) -> None:

@@ -1,83 +1,81 @@
-"""Plan graphs like a compilation, build nothing, and run them with torch's own operators, for explain."""
+"""What stands in for communication where a step is planned for explain, or compiled for ranks that are absent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dcompile import compat
-from dcompile.capture.services import Services
-from dcompile.collectives.contract import AnySource, Foreseen, ProgramReport, Request
-from dcompile.compiler.autotune import forecast_notes
-from dcompile.compiler.caching import CachingCompiler
-from dcompile.compiler.driver import ProgramPlan
+from dcompile.collectives.contract import ShardGroup, ShardUnit
 from dcompile.ir.buffers import Bucket
-from dcompile.ir.nodes import Loop, Program, Tile
+from dcompile.runtime.communication.ddp_buckets import ReducedRun
 
 
-class PlanningCompiler(CachingCompiler):
-    """Compiler that only plans each graph, and runs it with torch on this rank alone."""
+class NoBuckets:
+    """Implements `capture.services.GradientBuckets` without reductions: autograd keeps the gradients."""
 
-    def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
-        """Record the plan of a graph."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self.order: tuple[tuple[int, ...], ...] = ()
+        self.times_ns = [0, 0, 0]
 
-    def gathered(self, number: int) -> torch.Tensor:
-        """A whole sharded parameter, as a graph that gathers it computes with it."""
-        raise NotImplementedError
+    def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
 
-    def traces(self) -> None:
-        """Nothing is kept of what is only planned."""
+    def mark_used(self, numbers: Iterable[int]) -> None: ...
 
-    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> DryRunExecutable:
-        del foreseen
-        notes: list[str] = []
+    def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None: ...
 
-        def forecast(program: Program) -> dict[Loop, Tile]:
-            """Choose no epilogues, since nothing is measured here."""
-            notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
-            return {}
+    def settle_idle(self, elsewhere: Collection[int]) -> None: ...
 
-        plan = self._pipeline().plan(gm, request, forecast)
-        plan.report.notes += notes
-        self.record(gm, request, plan)
-        return DryRunExecutable(self, gm, plan.program.buckets, request.gathers)
+    def last_run(self) -> ReducedRun:
+        """No gradients."""
+        return ReducedRun({}, {}, lambda number: None)
 
-    def services(self) -> Services:
-        """Services for capture/: this compiler, and no communication."""
-        return Services(self, _no_buckets, _do_nothing, _do_nothing, _do_nothing, NoCommunication)
+    def handed_on(self) -> Collection[int]:
+        """No parameters."""
+        return ()
 
+    def ranks_with_gradients(self) -> dict[int, int]:
+        """No parameters."""
+        return {}
 
-class DryRunExecutable:
-    """Implementation of `collectives.contract.Executable` with torch's own operators."""
+    def forget(self) -> None: ...
 
-    source = ""
+    def reduced(self) -> dict[int, int]:
+        """Parameters whose gradients were reduced."""
+        return {}
 
-    def __init__(
-        self, compiler: PlanningCompiler, gm: Any, buckets: tuple[Bucket, ...], gathers: Sequence[tuple[int, int]]
-    ) -> None:
-        self.gm, self.buckets, self.report = gm, buckets, ProgramReport()
-        self._compiler, self._gathers = compiler, gathers
-
-    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
-        del buckets, sync
-        values = list(args)
-        args.clear()
-        for position, number in self._gathers:
-            values[position] = self._compiler.gathered(number)
-        with torch.no_grad():
-            return list(compat.absent_ranks.run_alone(self.gm, values))
+    def reduced_gradient(self, number: int) -> Any:
+        """Raises KeyError: nothing is reduced."""
+        raise KeyError(number)
 
 
-class NoCommunication:
-    """Implementation of `capture.services.ShardedParameters` without communication."""
+class LocalShards:
+    """Implements `capture.services.ShardedParameters` without communication; `commit` makes gradients of no value."""
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> None:
+        self._units, self._groups = units, groups
+        self._later: frozenset[int] = frozenset()
+        self._accumulates = False
+        self.wanted: dict[int, Any] = {}
 
-    def source(self, buckets: Any, phase: Any, accumulates: bool = False, *of_units: Any) -> Any:
-        del buckets, phase, accumulates, of_units
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), *of_units: Any) -> Any:
+        """Return the receiver of a program's gradients."""
+        self._accumulates, self._later = accumulates, frozenset(later)
+        return self
+
+    def commit(self, buckets: Sequence[Bucket]) -> None:
+        """Give each unit of a reduced bucket a gradient of the shape that a reduction gives."""
+        for bucket in buckets:
+            group = self._groups[bucket.group]
+            if bucket.kind != "reduce_scatter" or not self._accumulates or group.wants() == "nothing":
+                continue
+            ranks = group.scatter_group().size()
+            for number, numel in zip(bucket.units, bucket.sizes, strict=True):
+                if number not in self._later:
+                    unit, dtype = self._units[number], getattr(torch, bucket.dtype)
+                    shard = torch.empty(numel // ranks, dtype=dtype, device=unit.data().device)
+                    unit.commit(shard)
 
     def may_lack(self, units: Iterable[int]) -> None: ...
 
@@ -97,7 +95,6 @@ class NoCommunication:
     def give_back(self, from_now_on: bool = True) -> None: ...
 
     def copied(self, group: str) -> tuple[bool, str]:
-        del group
         return False, ""
 
     def flush(self, outside: Any = None) -> None: ...
@@ -105,9 +102,10 @@ class NoCommunication:
     def reduce_behind(self, full: Any) -> None: ...
 
 
-def _no_buckets(*_: Any) -> Any:
-    return None
+def no_buckets(*_: Any) -> Any:
+    """Make the buckets of a program that reduces nothing."""
+    return NoBuckets()
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
-    return None
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Take the place of an exchange between ranks."""

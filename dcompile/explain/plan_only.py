@@ -6,9 +6,11 @@ It returns a report: text to read, and files to keep.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,21 +29,70 @@ from dcompile.capture.captured_graph import Boxed, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.entry import Entry, find_model
 from dcompile.capture.graph_programs import GraphPrograms
+from dcompile.capture.services import Services
 from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
-from dcompile.collectives.contract import Request
-from dcompile.compiler.driver import ProgramPlan
-from dcompile.compiler.dry_run import PlanningCompiler
+from dcompile.collectives.contract import AnySource, Foreseen, ProgramReport, Request
+from dcompile.compiler.autotune import forecast_notes
+from dcompile.compiler.caching import CachingCompiler
+from dcompile.compiler.driver import Pipeline, ProgramPlan
+from dcompile.compiler.dry_run import LocalShards, do_nothing, no_buckets
 from dcompile.config import Config
-from dcompile.errors import NotCompiledError
+from dcompile.errors import NotCompiledError, OptionError, suggestion
 from dcompile.explain.export import PICTURES, check_path, save_timeline
 from dcompile.explain.html import page
 from dcompile.explain.html_document import framed
 from dcompile.explain.profile import newest_timeline
-from dcompile.explain.program_stages import ProgramStages
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.report_data import GraphBreak, GraphReport, ReportData, describe_program, text_lines
 from dcompile.explain.sources import SourceLine, source_of, source_of_frames
+from dcompile.ir.buffers import Bucket
+from dcompile.ir.nodes import Loop, Program, Tile
+from dcompile.ir.text import show
+from dcompile.logs import difference
+
+
+class ProgramStages:
+    """A planned program that shows itself after any of its passes. `print` shows it as it is executed."""
+
+    def __init__(self, pipeline: Pipeline, plan: ProgramPlan, request: Request) -> None:
+        self._pipeline, self._request, self._lowered = pipeline, request, plan.lowered.program
+        self.kernels: Mapping[str, str] = {kernel.name: kernel.text for kernel in plan.kernels.sources}
+        """Source of each kernel, by its name."""
+
+    @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        programs: dict[str, Program] = dict(self._pipeline.stages(self._lowered, self._request))
+        return {name: show(program) for name, program in programs.items()}
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Names of the passes that changed this program, in their order, after "lower"."""
+        names = [*self._texts]
+        pairs = itertools.pairwise(names)
+        return ("lower", *(name for before, name in pairs if self._texts[before] != self._texts[name]))
+
+    def after(self, name: str) -> str:
+        """Return the program's text after the pass `name`; "lower" is the program before the first pass.
+
+        Raises OptionError for a pass that this program did not go through.
+        """
+        if (text := self._texts.get(name)) is None:
+            near = suggestion(name, self._texts, "its passes")
+            raise OptionError(f"dcompile: {self._lowered.name} has no pass {name!r}{near}")
+        return text
+
+    def change(self, name: str) -> str:
+        """Return what the pass `name` changed, as a unified diff; empty if nothing."""
+        after, names = self.after(name), [*self._texts]
+        before = self._texts[names[max(0, names.index(name) - 1)]]
+        return difference(before, after, "before", name)
+
+    def __str__(self) -> str:
+        return [*self._texts.values()][-1]
+
+    def __repr__(self) -> str:
+        return f"<program {self._lowered.name}: {len(self.kernels)} kernels, changed by {', '.join(self.passes[1:])}>"
 
 
 @dataclass(frozen=True)
@@ -196,8 +247,8 @@ def _record_guards(found: dict[str, None], also: Callable[..., Any] | None) -> C
 # --- in place of compiling --------------------------------------------------------------------------------------------
 
 
-class _ExplainingCompiler(PlanningCompiler):
-    """Compiler that describes each graph that it plans."""
+class _ExplainingCompiler(CachingCompiler):
+    """Compiler that plans and describes each graph, and runs it with torch on this rank alone."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -208,7 +259,28 @@ class _ExplainingCompiler(PlanningCompiler):
         self.copy_rate = 0.0
         """Bytes per second of a copy; 0 if nothing was planned."""
 
-    def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
+    def traces(self) -> None:
+        """Nothing is kept of what is only planned."""
+
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> _DryRun:
+        """See `CachingCompiler`."""
+        notes: list[str] = []
+
+        def forecast(program: Program) -> dict[Loop, Tile]:
+            """Choose no epilogues, since nothing is measured here."""
+            notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
+            return {}
+
+        plan = self._pipeline().plan(gm, request, forecast)
+        plan.report.notes += notes
+        self._describe(gm, request, plan)
+        return _DryRun(self, gm, plan.program.buckets, request.gathers)
+
+    def services(self) -> Services:
+        """Services for capture/: this compiler, and no communication."""
+        return Services(self, no_buckets, do_nothing, do_nothing, do_nothing, LocalShards)
+
+    def _describe(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
         self.programs[request.name] = ProgramStages(self._pipeline(), plan, request)
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         sources: dict[str, SourceLine] = {}
@@ -238,6 +310,26 @@ class _ExplainingCompiler(PlanningCompiler):
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
         return compat.absent_ranks.whole(adapter.units[shard.unit].data(), shard.offset, adapter.arriving(number))
+
+
+class _DryRun:
+    """Implements `collectives.contract.Executable` with torch's own operators."""
+
+    source = ""
+
+    def __init__(
+        self, compiler: _ExplainingCompiler, gm: Any, buckets: tuple[Bucket, ...], gathers: Sequence[tuple[int, int]]
+    ) -> None:
+        self.gm, self.buckets, self.report = gm, buckets, ProgramReport()
+        self._compiler, self._gathers = compiler, gathers
+
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        values = list(args)
+        args.clear()
+        for position, number in self._gathers:
+            values[position] = self._compiler.gathered(number)
+        with torch.no_grad():
+            return list(compat.absent_ranks.run_alone(self.gm, values))
 
 
 class _PlannedPrograms(GraphPrograms):

@@ -86,7 +86,6 @@ class DcompileCallback(Callback):  # type: ignore[misc, unused-ignore]  # mypy d
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Compile the steps, before the strategy wraps the module."""
-        del trainer, stage
         if self._compiled is None or not self._compiled.before:
             self._compiled = _compile_steps(pl_module, self._settings)
 
@@ -101,7 +100,6 @@ class DcompileCallback(Callback):  # type: ignore[misc, unused-ignore]  # mypy d
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore eager steps. The receipt stays available as long as this callback."""
-        del trainer, pl_module, stage
         if self._compiled is not None:
             self._compiled.restore()
 

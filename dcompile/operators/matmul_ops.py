@@ -83,7 +83,6 @@ def _empty_mm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_addmm(sums: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    del sums
     return _empty_mm(x, y)
 
 

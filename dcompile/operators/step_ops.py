@@ -29,7 +29,6 @@ def _never(_gradient: torch.Tensor, number: int, _size: Sequence[int], _dtype: t
 
 
 def _result(gradient: torch.Tensor, number: int, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    del number
     return torch.empty(size, dtype=dtype, device=gradient.device)
 
 

@@ -8,7 +8,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -17,17 +17,15 @@ import torch
 from dcompile import compat
 from dcompile.api import SERVICES, ordinary_services
 from dcompile.capture.services import Services
-from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request, ShardGroup, ShardUnit
+from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
 from dcompile.compat import absent_ranks
 from dcompile.compiler.caching import CachingCompiler
-from dcompile.compiler.dry_run import NoCommunication
+from dcompile.compiler.dry_run import LocalShards, do_nothing, no_buckets
 from dcompile.config import Config
 from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.sources import source_of_frames
-from dcompile.ir.buffers import Bucket
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.communication.ddp_buckets import ReducedRun
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 
 
@@ -165,83 +163,12 @@ class UnrunProgram:
         self._shapes = shapes
 
     def __call__(self, args: list[Any], *, buckets: Any = None, sync: bool = False) -> list[Any]:
-        del sync
         with torch.no_grad():
             results = self._shapes.results(args)
             args.clear()
             if isinstance(buckets, LocalShards):
                 buckets.commit(self.buckets)
         return results
-
-
-class LocalShards(NoCommunication):
-    """Sharded parameters that get gradients without any collective."""
-
-    def __init__(self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> None:
-        super().__init__()
-        self._units, self._groups = units, groups
-        self._later: frozenset[int] = frozenset()
-        self._accumulates = False
-        self.wanted: dict[int, Any] = {}
-
-    def source(
-        self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), *of_units: Any
-    ) -> LocalShards:
-        """Return the receiver of a program's gradients."""
-        del buckets, phase, of_units
-        self._accumulates, self._later = accumulates, frozenset(later)
-        return self
-
-    def commit(self, buckets: Sequence[Bucket]) -> None:
-        """Give each unit of a reduced bucket a gradient of the shape that a reduction gives."""
-        for bucket in buckets:
-            group = self._groups[bucket.group]
-            if bucket.kind != "reduce_scatter" or not self._accumulates or group.wants() == "nothing":
-                continue
-            ranks = group.scatter_group().size()
-            for number, numel in zip(bucket.units, bucket.sizes, strict=True):
-                if number not in self._later:
-                    unit, dtype = self._units[number], getattr(torch, bucket.dtype)
-                    shard = torch.empty(numel // ranks, dtype=dtype, device=unit.data().device)
-                    unit.commit(shard)
-
-
-class NoBuckets:
-    """Implements `capture.services.GradientBuckets` without reductions: autograd keeps the gradients."""
-
-    def __init__(self) -> None:
-        self.order: tuple[tuple[int, ...], ...] = ()
-        self.times_ns = [0, 0, 0]
-
-    def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
-
-    def mark_used(self, numbers: Iterable[int]) -> None: ...
-
-    def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None: ...
-
-    def settle_idle(self, elsewhere: Collection[int]) -> None: ...
-
-    def last_run(self) -> ReducedRun:
-        """No gradients."""
-        return ReducedRun({}, {}, lambda number: None)
-
-    def handed_on(self) -> Collection[int]:
-        """No parameters."""
-        return ()
-
-    def ranks_with_gradients(self) -> dict[int, int]:
-        """No parameters."""
-        return {}
-
-    def forget(self) -> None: ...
-
-    def reduced(self) -> dict[int, int]:
-        """Parameters whose gradients were reduced."""
-        return {}
-
-    def reduced_gradient(self, number: int) -> Any:
-        """Raises KeyError: nothing is reduced."""
-        raise KeyError(number)
 
 
 def services(log: BuildLog, runs: bool, path: str | None, config: Config) -> Services:
@@ -255,19 +182,7 @@ def services(log: BuildLog, runs: bool, path: str | None, config: Config) -> Ser
     given = replace(given, first_step=log.note_model)
     if runs:
         return given
-    return replace(given, make_buckets=_no_buckets, average=_do_nothing, make_shards=_local_shards, needs_data=False)
-
-
-def _no_buckets(*_: Any) -> Any:
-    return NoBuckets()
-
-
-def _local_shards(units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> Any:
-    return LocalShards(units, groups)
-
-
-def _do_nothing(*_: Any) -> None:
-    return None
+    return replace(given, make_buckets=no_buckets, average=do_nothing, make_shards=LocalShards, needs_data=False)
 
 
 # --- one rank without the others --------------------------------------------------------------------------------------

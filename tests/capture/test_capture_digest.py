@@ -4,7 +4,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dcompile.capture.capture_digest import calls_of
-from dcompile.compat.user_line import user_line
+from dcompile.compat.aot_metadata import user_line
 
 
 def captured(function, *inputs, dynamic):

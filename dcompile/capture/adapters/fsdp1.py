@@ -67,7 +67,6 @@ class FlatParameter:
         compat.fsdp1.add_gradient(self.handle, gradient)
 
     def take_back(self, gradient: torch.Tensor) -> None:
-        del gradient
         raise DcompileError(
             "dcompile: FSDP1 is to reduce gradients itself from here on, and gradients of a step under no_sync are "
             "left; give this model options={'distributed': 'stock'}"
@@ -96,7 +95,6 @@ class FlatParameter:
 
     def reduction(self, dtype: torch.dtype) -> GradientReduction:
         """Return FSDP1's averaging: divide by about the root of the world size before the sum, by the rest after it."""
-        del dtype
         before, after = compat.fsdp1.divisors(self.instance)
         return GradientReduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
 

@@ -466,7 +466,6 @@ def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
     """
 
     def cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
-        del module
         return None if dtype is None else (convert_floats(args, dtype), convert_floats(kwargs, dtype))
 
     return cast_inputs
@@ -477,7 +476,6 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
     """Return a hook after a forward that converts its floating-point outputs to `dtype`."""
 
     def cast_output(module: Any, args: Any, output: Any) -> Any:
-        del module, args
         return None if dtype is None else convert_floats(output, dtype)
 
     return cast_output

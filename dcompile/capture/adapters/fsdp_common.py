@@ -42,7 +42,6 @@ class UnshardedGroup:
         return self._copied(outputs, inputs, options)
 
     def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> UnshardedGroup:
-        del options
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given)
         return self
@@ -239,7 +238,6 @@ class ShardedAdapter(PlainAdapter):
 
     def owner(self, number: int) -> Callable[[], Any]:
         """Return a function for the parameter that the optimizer has; it returns None if there is none."""
-        del number
         return lambda: None
 
     def trained(self) -> set[int]:
@@ -269,7 +267,6 @@ class ShardedAdapter(PlainAdapter):
 
     def stays_visible(self, number: int) -> bool:
         """Do modules show this parameter with its values between a forward that gathers it and the backward?"""
-        del number
         return False
 
     def take_gathered(self, gathered: Mapping[int, torch.Tensor]) -> None:

@@ -127,7 +127,6 @@ class GradientSync:
 
     def by_token(self, token: int) -> GradientSync:
         """Return the strategy of the call that has saved a token: this one, or one to which programs are lent."""
-        del token
         return self
 
     def save_memory(self, reason: str) -> None:
@@ -137,7 +136,6 @@ class GradientSync:
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         """Return the tensor that a forward saves to tell its backward whether to reduce, or None without tokens."""
-        del call
         return None
 
     def compares_captures(self) -> bool:
@@ -165,7 +163,6 @@ class GradientSync:
 
     def objections_to(self, key: tuple[int, ...], result: Any) -> tuple[str, ...]:
         """Return what a new kind of call uses outside its graphs; `key` has the graphs' numbers."""
-        del key, result
         return ()
 
     def after_call(self, variant: Variant, call: Invocation, result: Any) -> None:
@@ -178,7 +175,6 @@ class GradientSync:
 
     def before_backward(self, graph: GraphView, sync: bool) -> bool:
         """Prepare for a graph's backward program; return whether it is decided who reduces gradients."""
-        del graph, sync
         return True
 
     def run_backward(self, call: BackwardCall) -> list[Any]:
@@ -189,7 +185,6 @@ class GradientSync:
 
     def why_updates_apart(self, graph: GraphView) -> str:
         """Return why the optimizer's update cannot run in a graph's backward program; empty if it can."""
-        del graph
         return ""
 
     def ranks_of_norm(self) -> str:
@@ -198,7 +193,6 @@ class GradientSync:
 
     def reduces_all(self, token: int) -> bool:
         """Does a backward with this token reduce gradients over all ranks, if parameters are sharded?"""
-        del token
         return False
 
     def begin_waiting(self) -> None:
@@ -218,12 +212,10 @@ class GradientSync:
 
     def reduces_in_program(self, graph: GraphView) -> bool:
         """Does a backward program that is compiled now reduce gradients itself?"""
-        del graph
         return True
 
     def arriving(self, graphs: Iterable[int]) -> tuple[Bucket, ...]:
         """Return the buckets into which gradients of a call of these graphs are copied as autograd adds them."""
-        del graphs
         return ()
 
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
@@ -240,5 +232,4 @@ class GradientSync:
 
         `params`: position among the inputs -> the parameter's number.
         """
-        del params
         return compiled

@@ -83,7 +83,6 @@ class PlainAdapter:
 
     def number_of(self, parameter: Any) -> int | None:
         """Return a parameter's number in the plan, or None if dcompile does not synchronize it."""
-        del parameter
         return None
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
@@ -97,7 +96,6 @@ class PlainAdapter:
 
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
         """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""
-        del used
         return ()
 
     def likeness(self) -> tuple[Any, ...] | None:
@@ -117,12 +115,10 @@ class PlainAdapter:
 
     def made_of(self, number: int) -> Callable[..., Any] | None:
         """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
-        del number
         return None
 
     def sent_of(self, number: int) -> tuple[Any, ...]:
         """Return what `made_of` takes besides the virtual parameter."""
-        del number
         return ()
 
     def virtual(self, number: int) -> Any:
@@ -131,7 +127,6 @@ class PlainAdapter:
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
-        del plan
         return None
 
     def process_groups(self) -> list[Any]:

@@ -165,7 +165,6 @@ class ZeroGroup:
 
     def reduction(self, dtype: torch.dtype) -> GradientReduction:
         """Return DeepSpeed's averaging: it divides by the number of ranks, then sums."""
-        del dtype
         return GradientReduction(float(self._group.size()), None, ReduceOp.SUM, ReduceOp.SUM)
 
 
@@ -204,7 +203,7 @@ class ZeroShard:
         self._adapter = weakref.ref(adapter)
         self._param = weakref.ref(parameter)
         self.name, self.group = name, group
-        self.virtual = compat.zero.virtual_parameter(parameter)
+        self.virtual = compat.deepspeed.virtual_parameter(parameter)
         self.added = False
         """Whether the parameter has a gradient of this step."""
 
@@ -235,11 +234,10 @@ class ZeroShard:
         return int(self.param.ds_tensor.data_ptr())
 
     def commit(self, gradient: torch.Tensor) -> None:
-        compat.zero.add_gradient(present(self._adapter).engine, self.param, gradient, not self.added)
+        compat.deepspeed.add_gradient(present(self._adapter).engine, self.param, gradient, not self.added)
         self.added = True
 
     def take_back(self, gradient: torch.Tensor) -> None:
-        del gradient
         raise DcompileError(
             f"dcompile: a gradient of {self.name} is left over that DeepSpeed is to reduce from here on; give this "
             "engine options={'zero': 'off'}"
@@ -274,7 +272,7 @@ class Zero3Adapter(ZeroAdapter):
         self._infos = tuple(infos)
         self.units = dict(enumerate(units))
         self._numbers = {id(unit.virtual): number for number, unit in enumerate(units)}
-        self._modules = compat.zero.ShownModules(engine, {id(unit.param): unit.virtual for unit in units})
+        self._modules = compat.deepspeed.ShownModules(engine, {id(unit.param): unit.virtual for unit in units})
 
     def trainable(self) -> Iterable[tuple[int, Any]]:
         return ((number, unit.param) for number, unit in enumerate(self._units) if unit.param.requires_grad)
@@ -301,8 +299,8 @@ class Zero3Adapter(ZeroAdapter):
         super().restore(reason)
         self.notes = tuple(note.replace("stock FSDP", "DeepSpeed") for note in self.notes)
         compat.deepspeed.give_back_reduction(self.engine)
-        compat.zero.unsilence(self.engine)
-        compat.zero.hide_hooks(self.engine, hidden)
+        compat.deepspeed.unsilence(self.engine)
+        compat.deepspeed.hide_hooks(self.engine, hidden)
 
 
 def hidden(hook: Any) -> Any:
@@ -410,8 +408,8 @@ class ZeroPartitionAdapter(ZeroAdapter):
         """Make units, from the last parameter of the last group to the first; return (info for plans, parameter)."""
         names, found = names_of(engine), list[tuple[ParamInfo, Any]]()
         itemsize = getattr(torch, reduce_dtype).itemsize
-        cap = min(CAP_BYTES, compat.zero.bucket_elements(engine) * itemsize)
-        for flat in reversed(compat.zero.flat_groups(engine)):
+        cap = min(CAP_BYTES, compat.deepspeed.bucket_elements(engine) * itemsize)
+        for flat in reversed(compat.deepspeed.flat_groups(engine)):
             for members in in_buckets(flat.places, itemsize, min(FIRST_BYTES, cap), cap):
                 bounds = members[0][1], members[-1][1] + members[-1][0].numel()
                 number, group = len(self.units), f"zero{len(self.groups)}"
@@ -435,7 +433,6 @@ class ZeroPartitionAdapter(ZeroAdapter):
         return known_number(self._numbers, self._refs, parameter)
 
     def made_of(self, number: int) -> Callable[[Any], Any] | None:
-        del number
         return None
 
     def virtual(self, number: int) -> torch.nn.Parameter:
@@ -453,20 +450,20 @@ class ZeroPartitionAdapter(ZeroAdapter):
         backward after the one that handed gradients over.
         """
         engine, known = self.engine, self._partitions.get(index)
-        if known is not None and index in self._passed_on and not compat.zero.holds(engine, index, known):
+        if known is not None and index in self._passed_on and not compat.deepspeed.holds(engine, index, known):
             known = None
         if known is None:
             self._passed_on.discard(index)
-            group = compat.zero.flat_groups(engine)[index]
-            known = self._partitions[index] = compat.zero.new_partition(engine, group, self._rank)
+            group = compat.deepspeed.flat_groups(engine)[index]
+            known = self._partitions[index] = compat.deepspeed.new_partition(engine, group, self._rank)
         flat: torch.Tensor = known.flat_partition
         return flat
 
     def hand_over(self) -> None:
         """Pass a step's complete gradients to the optimizer."""
-        for group in compat.zero.flat_groups(self.engine):
+        for group in compat.deepspeed.flat_groups(self.engine):
             self.partition(group.index)
-            compat.zero.hand_over(self.engine, group.index, self._partitions[group.index])
+            compat.deepspeed.hand_over(self.engine, group.index, self._partitions[group.index])
             self._passed_on.add(group.index)
 
 
@@ -497,7 +494,7 @@ def zero_sync(engine: Any, zero: str, stock: bool) -> GradientSync:
     stage = compat.deepspeed.stage_of(engine)
     if reasons := reasons_against(engine, zero, stock):
         if stage == 3 and hasattr(engine.optimizer, "parameter_offload"):
-            compat.zero.hide_hooks(engine, hidden)
+            compat.deepspeed.hide_hooks(engine, hidden)
         return GradientSync(ZeroStockAdapter(stage, reasons))
     if stage == 0:
         return ZeroReplicatedSync(ZeroReplicatedAdapter(engine))
@@ -638,7 +635,7 @@ class ZeroSync(ShardedSync):
 
     def _take_engine(self) -> None:
         engine = self._zero.engine
-        compat.zero.silence(engine)
+        compat.deepspeed.silence(engine)
         compat.deepspeed.take_reduction(engine, _weakly(self._end_backward))
 
     def _reduce_rest(self) -> None:
@@ -706,9 +703,9 @@ class Zero3Sync(ZeroSync):
 
     def begin_call(self, call: Invocation) -> None:
         super().begin_call(call)
-        if self._zero.eligible and torch.is_grad_enabled() and compat.zero.begins_step(self._zero.engine):
+        if self._zero.eligible and torch.is_grad_enabled() and compat.deepspeed.begins_step(self._zero.engine):
             self._shards.begin_step()
 
     def _end_backward(self) -> None:
         self._reduce_rest()
-        compat.zero.end_backward(self._zero.engine)
+        compat.deepspeed.end_backward(self._zero.engine)

@@ -18,8 +18,8 @@ import torch
 from torch.fx import Graph, Node
 
 from dcompile import compat
+from dcompile.compat.aot_metadata import user_line
 from dcompile.compat.size_expressions import estimate
-from dcompile.compat.user_line import user_line
 
 _FRAME_NAMES = frozenset(
     ("L", "self", "target", "__self__", "_modules", "module", "_orig_mod", "_compiled_call_impl", "")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import traceback
 
 
 @dataclass
@@ -113,8 +115,6 @@ def _options(variable: Any) -> tuple[Any, ...]:
 
 def is_plain_fake(value: Any) -> bool:
     """Whether this is a fake tensor that holds no other tensors: strided, of no subclass."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return (type(value) is FakeTensor or (type(value) is torch.nn.Parameter and isinstance(value, FakeTensor))) and (
         value.layout is torch.strided and not value.is_nested and not value.is_quantized
     )
@@ -142,8 +142,6 @@ def _size(number: Any) -> Any:
 
 def surroundings(tx: Any) -> tuple[Any, ...]:
     """State outside of arguments and objects that tracing reads: switches of torch, modes, contexts."""
-    from torch.fx import traceback
-
     effects = tx.output.side_effects
     return (
         torch.is_grad_enabled(),

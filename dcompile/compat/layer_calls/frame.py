@@ -12,11 +12,13 @@ come of it.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -235,8 +237,6 @@ class Recorder:
 
 def stack_name(variable: Any) -> str:
     """Name of a module in the records of modules around an operation."""
-    import re
-
     name = variable.get_nn_module_stack_source().name
     name = name() if callable(name) else name
     return re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", name)
@@ -741,8 +741,6 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
     on with them: their history is autograd's. Values inside a call, which nothing outside of it reads, are the recorded
     ones: of a layer without checkpointed regions these are all but the results and what shares memory with them.
     """
-    from torch._guards import TracingContext
-
     values = {node: copy.meta["example_value"] for node, copy in nodes.items()}
     memory = {int(storage._cdata): storage for storage in record.held.values() if storage is not None}
     memory |= {storage_key(node.meta["example_value"]): value.untyped_storage() for node, value in values.items()}

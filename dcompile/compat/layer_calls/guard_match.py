@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._guards import ChainedSource, Source
 
 TENSORS = "TENSOR_MATCH"
 CODE = "CLOSURE_MATCH"
@@ -262,8 +263,6 @@ class Renaming:
         return seen[1]
 
     def _renamed(self, source: Any) -> Any:
-        from torch._guards import Source
-
         found = self._known.get(source)
         if found is None:
             changed = {}
@@ -322,8 +321,6 @@ class Values:
 
     def _of(self, source: Any) -> Any:
         """Evaluate a source as torch does, whose `get_value` compiles the expression of each source anew."""
-        from torch._guards import ChainedSource
-
         seen = self._seen.get(id(source))
         if seen is None:
             if type(source).get_value is not ChainedSource.get_value:
@@ -391,8 +388,6 @@ class Within:
 
 def _parts(source: Any) -> Iterator[Any]:
     """Sources that a source is made of."""
-    from torch._guards import Source
-
     return (value for name in _field_names(source.__class__) if isinstance(value := getattr(source, name), Source))
 
 
@@ -445,8 +440,6 @@ def _is_counterpart(old: Any, new: Any, kind: str, pairs: ModulePairs) -> bool:
 
 def _aliases_hold(guard: Any, new: Any, renaming: Renaming, values: Values) -> bool:
     """Whether a guard that two sources lead to one object holds for the renamed sources."""
-    from torch._guards import Source
-
     others = [value for value in guard_arguments(guard).values() if isinstance(value, Source)]
     return bool(others) and all(values.of(renaming.of(other)) is new for other in others)
 
@@ -470,8 +463,6 @@ def install(layer: GuardedLayer, renaming: Renaming, pairs: ModulePairs, transla
 
 
 def _renamed_check(guard: Any, renaming: Renaming, keys: Mapping[int, int]) -> Any:
-    from torch._guards import Source
-
     made = guard.create_fn
     if not isinstance(made, functools.partial):
         return made
@@ -510,6 +501,4 @@ def _condition_of(guard: Any) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    from torch._guards import Source
-
     return value if is_constant(value) or isinstance(value, Source) else id(value)

@@ -23,12 +23,12 @@ import copy
 import dataclasses
 import unittest.mock
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from dcompile.compat.patches.torch_patch import replaced_attribute
-
-if TYPE_CHECKING:
-    import torch
 
 
 def results_in_their_places() -> contextlib.AbstractContextManager[Any]:
@@ -53,8 +53,6 @@ def without_python_kernels(wanted: bool) -> Iterator[None]:
 
     Other operators with kernels in Python do there what their kernels in C++ do.
     """
-    import torch
-
     if not wanted:
         yield
         return
@@ -90,9 +88,6 @@ def unseen_statistics() -> contextlib.AbstractContextManager[Any]:
 
     Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
     """
-    import torch
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
     own: Any = FunctionalTensorMode.__torch_dispatch__
     if getattr(own, "hides_statistics", False):
         return contextlib.nullcontext()
@@ -117,7 +112,6 @@ def tangents_as_results() -> contextlib.AbstractContextManager[Any]:
     of results that overlap themselves (from expand) say nothing about their gradients; the setting alone would copy
     those wrongly.
     """
-    import torch
     import torch._functorch.config as config
     from torch._functorch._aot_autograd import schemas
 
@@ -136,7 +130,6 @@ def tangents_as_results() -> contextlib.AbstractContextManager[Any]:
 
 def tangents_of_any_size() -> contextlib.AbstractContextManager[Any]:
     """Make AOTAutograd ignore sizes when it compares DTensors of symbolic sizes."""
-    import torch
     from torch._dynamo import disable
     from torch._dynamo.eval_frame import skip_code
     from torch._functorch._aot_autograd import runtime_wrappers
@@ -177,8 +170,6 @@ def _without_sizes(meta: Any) -> Any:
 
 def _is_symbolic(part: Any) -> bool:
     """Whether a part of a DTensor's description is or contains a symbolic size."""
-    import torch
-
     shape = getattr(getattr(part, "tensor_meta", part), "shape", ())
     return isinstance(shape, tuple) and any(isinstance(size, torch.SymInt) for size in shape)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import importlib
 import operator
 import sys
 import threading
@@ -15,6 +16,14 @@ import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _utils
+from torch._prims_common import is_contiguous_or_false
+from torch.fx import _symbolic_trace
+from torch.nn import functional
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.optim import optimizer
 
 from dcompile.compat.patches.torch_patch import replaced_attribute
 
@@ -63,7 +72,6 @@ def traced_sync_batch_norm(sync_batch_norm: Callable[..., Any] | None) -> contex
     """Trace another function where Dynamo meets `apply` of SyncBatchNorm's autograd Function."""
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
-    from torch.nn.modules._functions import SyncBatchNorm
 
     original = AutogradFunctionVariable.call_apply
 
@@ -152,8 +160,6 @@ def library_functions_whole() -> contextlib.AbstractContextManager[Any]:
     import torch._dynamo
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
-    from torch.nn import functional
-    from torch.optim import optimizer
 
     from dcompile.compat.fused_optimizers import STAND_INS
 
@@ -199,8 +205,6 @@ def strided_results_written() -> contextlib.AbstractContextManager[Any]:
 
 def _strided_tensor(variable: Any) -> Any:
     """The traced tensor of a variable, if it is one that is not contiguous."""
-    from torch._prims_common import is_contiguous_or_false
-
     value = None if variable is None else _traced_value(variable)
     return None if value is None or is_contiguous_or_false(value) else value
 
@@ -213,8 +217,6 @@ def _traced_value(variable: Any) -> Any:
 
 
 def _require_gradients(args: Any) -> bool:
-    import torch
-
     values = (_traced_value(variable) for variable in args) if torch.is_grad_enabled() else ()
     return any(value is not None and value.requires_grad for value in values)
 
@@ -224,8 +226,6 @@ def absent_gradients_passed() -> contextlib.AbstractContextManager[Any]:
 
     Dynamo asks each gradient for its contiguous form, None too, and finds an AttributeError in what eager mode runs.
     """
-    import importlib
-
     module = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
 
     def rewritten(original: Any) -> Any:
@@ -293,8 +293,6 @@ def _certain_outcome(value: Any) -> bool | None:
 
 def _is_random_number(node: Any) -> bool:
     """Is a node's value one number from [0, 1)? In 16 bits, numbers may be rounded to 1."""
-    import torch
-
     if getattr(node, "target", None) is not torch.rand:
         return False
     value = node.meta.get("example_value")
@@ -304,7 +302,6 @@ def _is_random_number(node: Any) -> bool:
 @contextlib.contextmanager
 def packed_sequences_apart() -> Iterator[None]:
     """Break the graph where a packed sequence is padded: torch 2.11 fails to trace that; later ones break, too."""
-    import torch
     from torch._dynamo import disallow_in_graph, trace_rules
 
     padded = getattr(torch._VF, "_pad_packed_sequence", None)
@@ -349,7 +346,6 @@ def reordered_gathers_traced() -> Iterator[None]:
 
     Within itself it changes nothing.
     """
-    from torch import _utils
     from torch._dynamo import trace_rules
     from torch._dynamo.variables.functions import UserFunctionVariable
 
@@ -372,15 +368,11 @@ def compiling_in_one_thread() -> contextlib.AbstractContextManager[Any]:
     and fails. Until torch 2.13, fx's flag of a trace is one for all threads, too. While it is set, only threads that
     seem to compile may call compiled code: so all of them do.
     """
-    import torch
-
     return replaced_attribute(torch.compiler, "_compile_session_context", lambda _: _compiling_session)
 
 
 @contextlib.contextmanager
 def _compiling_session() -> Iterator[None]:
-    import torch
-
     with unittest.mock.patch.object(torch.compiler, "_is_compiling_flag", _FlagOfThisThread(True)):
         yield
 
@@ -392,8 +384,6 @@ class _FlagOfThisThread(int):
         self._thread = threading.get_ident()
 
     def __bool__(self) -> bool:
-        from torch.fx import _symbolic_trace
-
         return threading.get_ident() == self._thread or bool(getattr(_symbolic_trace, "_is_fx_tracing_flag", False))
 
     def __eq__(self, other: object) -> bool:

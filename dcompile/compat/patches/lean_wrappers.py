@@ -14,6 +14,11 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd.graph import increment_version
+from torch.fx.experimental._backward_state import BackwardState
+
 from dcompile.compat.autograd import quick_grad_mode
 from dcompile.errors import DcompileError
 
@@ -30,7 +35,6 @@ SECOND_DERIVATIVE = (
 def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
     """Make AOTAutograd run plain graphs on the shortest path."""
     from torch._functorch._aot_autograd import runtime_wrappers
-    from torch.fx.experimental._backward_state import BackwardState
 
     if any(isinstance(value, BackwardState) for value in example_inputs):
         yield
@@ -107,9 +111,6 @@ def _of_symbolic_sizes(metadata: Any) -> list[tuple[int, Any]]:
 def _inference(
     compiled: Boxed, usual: Boxed, changed: Sequence[int], sized: Sequence[tuple[int, Any]], mark: Any
 ) -> Boxed:
-    import torch
-    from torch.autograd.graph import increment_version
-
     is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, quick_grad_mode()
     if not getattr(compiled, "_boxed_call", False):
         return usual
@@ -153,9 +154,6 @@ def _direct(compiled: Boxed) -> Callable[..., Any] | None:
 
 
 def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence[int]) -> Boxed:
-    import torch
-    from torch.autograd.graph import increment_version
-
     is_grad_enabled, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
     apply = super(torch.autograd.Function, cls).apply  # skip the Python part, which handles transforms
     checked = False
@@ -198,7 +196,6 @@ def unpack_arguments(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]
 
 def _shorten(cls: Any, runtime_wrappers: Any) -> None:
     """Replace forward and backward of a graph's autograd class by the few steps that the graph needs."""
-    import torch
     from torch._dynamo.eval_frame import skip_code
 
     metadata = cls.metadata
@@ -227,7 +224,6 @@ def _shorten(cls: Any, runtime_wrappers: Any) -> None:
 
 def _explain_second_derivatives(cls: Any) -> None:
     """Make the error about second derivatives say what to do: torch raises one where gradients are differentiated."""
-    import torch
     from torch._dynamo.eval_frame import skip_code
 
     usual = cls.backward
@@ -249,8 +245,6 @@ def _refuse_second_derivative(_: Any) -> None:
 
 
 def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
-    import torch
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import innermost_fn
 
     usual, boxed = cls.backward, getattr(cls, "boxed_grads_call", False)
@@ -295,8 +289,6 @@ def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
 
 def _gradients(metadata: Any) -> list[int]:
     """Positions of results whose gradients the backward takes."""
-    import torch
-
     kinds = ("non_alias", "unsafe_view_alias", "custom_function_view")
     return [
         place

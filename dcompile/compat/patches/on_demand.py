@@ -13,7 +13,10 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, zero
+import torch
+from torch.fx import Node
+
+from dcompile.compat import absent_ranks, aot_bundle, aot_trace, deepspeed, dispatch_watch, groups, guards
 from dcompile.compat.patches.torch_patch import GRAPH_COMPILE, GUARDS, TRACERS, TorchPatch
 
 if TYPE_CHECKING:  # importing dcompile loads no torch
@@ -84,8 +87,6 @@ def tell_forwards_apart() -> bool:
 @contextlib.contextmanager
 def gpu_capability_as(capability: tuple[int, int]) -> Iterator[None]:
     """Let torch report this compute capability for every GPU."""
-    import torch
-
     with unittest.mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
         yield
 
@@ -94,7 +95,6 @@ def gpu_capability_as(capability: tuple[int, int]) -> Iterator[None]:
 def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
     """Log nodes that are added to a graph and names that they get; `assume`: called for results that are constants."""
     from torch._dynamo.variables import functions
-    from torch.fx import Node
 
     create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant
 
@@ -224,7 +224,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when precompiling ends",
     ),
     TorchPatch(
-        zero.stock_linear,
+        deepspeed.stock_linear,
         ("torch.nn.functional.linear",),
         "correctness",
         "ZeRO 3's own linear has no gradients where it is traced",

@@ -17,6 +17,9 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch._higher_order_ops.auto_functionalize import AutoFunctionalized
+
 from dcompile.compat.patches.torch_patch import replaced_attribute
 
 PATTERN_MATCHER = "torch._inductor.pattern_matcher"
@@ -123,8 +126,6 @@ def _may_run_again(node: Any) -> bool:
 
 def _views_of_parts() -> frozenset[Any]:
     """Views of a part of a tensor: saving the whole instead may take more memory."""
-    import torch
-
     aten = torch.ops.aten
     return frozenset((aten.slice, aten.select, aten.split, aten.as_strided))
 
@@ -175,9 +176,6 @@ def in_same_region(one: Any, other: Any) -> bool:
 
 def changes(node: Any) -> bool:
     """Whether a node mutates its arguments or a state."""
-    import torch
-    from torch._higher_order_ops.auto_functionalize import AutoFunctionalized
-
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and str(target) != "inductor.resize_storage_bytes_.default":
         return bool(target._schema.is_mutable)

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
+from torch._logging import _internal
+from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
 from dcompile.compat.patches.torch_patch import replaced_attribute
 
 
@@ -66,8 +70,6 @@ def no_unread_backwards() -> contextlib.AbstractContextManager[Any]:
     (docs/lab/runtime.md, R8).
     """
     from torch._functorch import partitioners
-    from torch.fx import GraphModule
-    from torch.fx._lazy_graph_module import _LazyGraphModule
 
     written, thread = GraphModule.recompile, get_ident()
 
@@ -123,8 +125,6 @@ def _is_heard(graph_compile: Any) -> bool:
 
 def _is_traced() -> bool:
     """Whether TORCH_TRACE records compilations."""
-    from torch._logging import _internal
-
     trace = getattr(_internal, "trace_log", None)
     return trace is None or bool(trace.handlers)
 

@@ -15,6 +15,9 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
 from dcompile.compat.patches.torch_patch import replaced_attribute
 
 NO_REGION = 1 << 30
@@ -84,9 +87,7 @@ def one_draw_each() -> Iterator[None]:
 
 def _with_marked(saved: list[Any], facts: Any) -> list[Any]:
     """Return `saved` with all tensors that are marked to be saved, and that the backward would recompute."""
-    import torch
     from torch._functorch import partitioners
-    from torch.utils.checkpoint import CheckpointPolicy
 
     views = partitioners.get_default_op_list()
     # of an operation with several results, only they can be saved
@@ -107,8 +108,6 @@ def _with_marked(saved: list[Any], facts: Any) -> list[Any]:
 
 def never_recompute(node: Any) -> None:
     """Force the partitioner to save this node where the backward needs it, or tensors computed from it."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     parts = (user for user in node.users if user.target is operator.getitem)
     for kept in (node, *parts):
         kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -129,8 +128,6 @@ def is_drawn_again(node: Any) -> bool:
 
 def draws(node: Any, unless_said: bool = True) -> bool:
     """Whether a node draws random numbers. `unless_said`: what to believe of custom operators without a tag."""
-    import torch
-
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         called = any(_operator_draws(given, unless_said) for given in node.args)
@@ -144,8 +141,6 @@ def draws(node: Any, unless_said: bool = True) -> bool:
 
 
 def _operator_draws(target: Any, unless_said: bool) -> bool:
-    import torch
-
     if not isinstance(target, torch._ops.OpOverload):
         return False
     known = target.namespace.lstrip("_").startswith(("aten", "c10d", "dcompile", "inductor", "prim"))

@@ -11,15 +11,22 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    reset_code,
+    set_code_exec_strategy,
+)
+from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from dcompile.compat.autograd import forward_derivatives
 from dcompile.compat.dynamo import fx_tracing_flag
 from dcompile.compat.guards import hooks_behind_guards
-from dcompile.compat.hooks import active_hook_kinds
-
-if TYPE_CHECKING:
-    from dcompile.compat.hooks import Hooks
+from dcompile.compat.hooks import Hooks, active_hook_kinds
 
 GRAPH, REST = "__compiled_fn", "__resume_at"
 """Prefixes by which Dynamo's code names graphs, and functions for code after a graph break."""
@@ -74,8 +81,6 @@ def forget_code(code: types.CodeType) -> None:
 
     Otherwise Dynamo's table from compiled to original code keeps both alive forever.
     """
-    from torch._C._dynamo.eval_frame import reset_code
-
     reset_code(code)
 
 
@@ -157,14 +162,11 @@ def entrance(
     One function checks all of that. Where a kernel has evicted the caches, a Python call takes 2 us, a hundredth of
     that kernel's time (Zen 5).
     """
-    import torch
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback as callback
     from torch._dynamo import eval_frame
-    from torch.nn.parallel import DistributedDataParallel as Ddp
 
     guarded = hooks_behind_guards()
     modes, is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-    saving = torch._C._autograd._top_saved_tensors_default_hooks
+    saving, callback = torch._C._autograd._top_saved_tensors_default_hooks, get_eval_frame_callback
     tracer, traces = fx_tracing_flag()
     dynamo: Any = eval_frame
     compiler: Any = torch.compiler
@@ -210,8 +212,6 @@ def entrance(
 
 def _runs_by_itself(stance: Any) -> bool:
     """Whether nothing has to see a call that is made now but what is compiled for it: the conditions of `entrance`."""
-    import torch
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo import eval_frame
 
     tracer, traces = fx_tracing_flag()
@@ -255,8 +255,6 @@ class _Helpers:
     """
 
     def __init__(self, helpers: Any) -> None:
-        import torch
-
         self._helpers = helpers
         self.call_size, self.call_stride = torch.Tensor.size, torch.Tensor.stride
         self.call_storage_offset = torch.Tensor.storage_offset
@@ -282,7 +280,6 @@ def _innermost(graph: Callable[..., Any]) -> Callable[..., Any]:
 
 def _usual_stance() -> Any:
     """Current stance of `torch.compiler.set_stance`, if it is the default and all conditions can be checked."""
-    import torch
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame
 
@@ -296,6 +293,4 @@ def _usual_stance() -> Any:
 
 def _pass_over(code: types.CodeType) -> None:
     """Make Dynamo skip frames of this code, and leave everything below them to what compiled them."""
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

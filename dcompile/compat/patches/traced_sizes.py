@@ -25,6 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
+import torch
+from torch import _prims_common as prims
+from torch._prims_common import infer_size, is_contiguous_or_false, make_contiguous_strides_for
+from torch._subclasses import fake_impls, fake_tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+
 METHODS = (
     "_add", "_sub", "_mul", "_eq", "_ne", "_gt", "_lt", "_ge", "_le", "_and_", "_or_", "_sym_max", "_sym_min",
 )  # fmt: skip
@@ -40,8 +47,6 @@ def remembered_arithmetic() -> Iterator[None]:
 
     Nested uses change nothing: Dynamo's tracing calls AOTAutograd's.
     """
-    from torch.fx.experimental.sym_node import SymNode
-
     theirs = {name: own for name in METHODS if (own := getattr(SymNode, name, None)) is not None}
     if any(hasattr(own, _MARK) for own in theirs.values()):
         yield
@@ -53,8 +58,6 @@ def remembered_arithmetic() -> Iterator[None]:
 
 
 def _remembering(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     known: dict[Any, Any] = {}
 
     def operation(node: Any, other: Any) -> Any:
@@ -89,9 +92,6 @@ def views_as_asked() -> contextlib.AbstractContextManager[Any]:
 
     Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
     """
-    import torch
-    from torch._subclasses import fake_impls
-
     known: dict[Any, Callable[..., Any]] = getattr(fake_impls, "op_implementations_dict", {})
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
     theirs = {op: known[op] for op in views if op in known and not isinstance(known[op], _View)}
@@ -105,8 +105,6 @@ class _View:
         self._own = own
 
     def __call__(self, mode: Any, func: Any, x: Any, *shape: Any, **more: Any) -> Any:
-        from torch._prims_common import infer_size, make_contiguous_strides_for
-
         if more or len(shape) != 1 or not _is_plain_view(x, shape[0]):
             return self._own(mode, func, x, *shape, **more)
         _guard_on_quotients(x, shape[0])
@@ -117,8 +115,6 @@ class _View:
 
 def _is_plain_view(x: Any, shape: Any) -> bool:
     """Whether sizes are symbols with known hints, and the tensor is row-major."""
-    import torch
-
     symbolic = [size for size in (*x.shape, *shape) if isinstance(size, torch.SymInt)]
     return bool(symbolic and x.ndim and shape) and all(map(_has_hint, symbolic)) and _is_row_major(x)
 
@@ -135,7 +131,6 @@ def _hints(shape_env: Any) -> Any:
 
 def _is_row_major(x: Any) -> bool:
     """Whether a tensor is known to be row-major, including dimensions of one element."""
-    from torch._prims_common import is_contiguous_or_false, make_contiguous_strides_for
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if not is_contiguous_or_false(x):
@@ -151,7 +146,6 @@ def _guard_on_quotients(x: Any, shape: Any) -> None:
     Only then the numbers of elements are equal. torch can then simplify `2 * (x // 2)`.
     """
     import sympy  # type: ignore[import-untyped, unused-ignore]
-    import torch
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._sympy.functions import FloorDiv, Mod
 
@@ -172,7 +166,6 @@ def _guard_on_outer_sizes(x: Any, shape: Any) -> None:
     would contain `a * n // b`, which is `n`.
     """
     import sympy
-    import torch
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     given = [size for size in shape if isinstance(size, torch.SymInt) or size >= 0]
@@ -193,9 +186,6 @@ def strides_of_indices() -> Iterator[None]:
 
     Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
     """
-    import torch
-    from torch._subclasses import fake_impls
-
     known: dict[Any, Callable[..., Any]] = getattr(fake_impls, "op_implementations_dict", {})
     op = torch.ops.aten.index.Tensor
     own = known.get(op)
@@ -209,8 +199,6 @@ def strides_of_indices() -> Iterator[None]:
 @contextlib.contextmanager
 def _uncached(op: Any) -> Iterator[None]:
     """Bypass the fake tensors' cache of results, which all modes share, so that other backends are not affected."""
-    from torch._subclasses import fake_tensor
-
     own = fake_tensor.FakeTensorMode._cache_key
 
     def key(mode: Any, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -231,8 +219,6 @@ class _Index:
     def __call__(self, mode: Any, func: Any, x: Any, indices: Sequence[Any], **more: Any) -> Any:
         if more or _has_torchs_strides(indices):
             return self._own(mode, func, x, indices, **more)
-        import torch
-
         with mode:
             common = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))  # type: ignore[no-untyped-call]
             # otherwise torch uses the shape of an index without dimensions for all of them
@@ -243,9 +229,6 @@ class _Index:
 
 def _has_torchs_strides(indices: Sequence[Any]) -> bool:
     """Whether torch's strides are right: row-major indices of one shape; or masks, which are read as one row."""
-    import torch
-    from torch._prims_common import is_contiguous_or_false
-
     given = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8, torch.int8) for index in given):
         return True
@@ -256,9 +239,6 @@ def _has_torchs_strides(indices: Sequence[Any]) -> bool:
 
 def _strides_of_index(x: Any, indices: Sequence[Any], shape: Any) -> Any:
     """Strides of `x[indices]` by torch's iterator, from `x` and the indices with the result's dimensions."""
-    import torch
-    from torch import _prims_common as prims
-
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     read = [indices[dim].to(torch.int64) for dim in dims]
     if x.device.type == "cuda" and any(index.stride() != read[0].stride() for index in read):

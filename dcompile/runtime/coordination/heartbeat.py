@@ -63,7 +63,6 @@ class SingleProcess:
 
     def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Report, while the context lasts, that this rank captures or compiles. Waiting peers then have patience."""
-        del what
         return contextlib.nullcontext()
 
     def enter(self) -> None:

@@ -380,7 +380,6 @@ class HostProgramServices:
 
     def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> GemmCall:
         """GEMM of this geometry by a cuBLASLt algorithm, in place of ATen's `op`."""
-        del op
         return GemmCall(GemmDescription(Geometry(*shape), self.device), algorithm)
 
     @staticmethod

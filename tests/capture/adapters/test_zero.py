@@ -7,7 +7,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.zero import in_buckets, layer_of
-from dcompile.compat.zero import FlatGroup
+from dcompile.compat.deepspeed import FlatGroup
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_gradients_of_a_part_are_views_that_mark_what_belongs_to_no_parameter():
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (5,), (4,))]
     group = FlatGroup(0, 8, ((parameters[0], 0), (parameters[1], 8), (parameters[2], 13)))
     engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(gradient_accumulation_dtype=torch.float32))
-    first = compat.zero.new_partition(engine, group, 0)
-    second = compat.zero.new_partition(engine, group, 1)
+    first = compat.deepspeed.new_partition(engine, group, 0)
+    second = compat.deepspeed.new_partition(engine, group, 1)
     assert [tuple(view.shape) for view in first] == [(2, 3), (2,)]
     assert [getattr(view, "_zero_padding", False) for view in first] == [False, True]
     assert [tuple(view.shape) for view in second] == [(5,), (3,)], "the last parameter's end belongs to the next rank"

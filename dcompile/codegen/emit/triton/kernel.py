@@ -158,10 +158,7 @@ class SkinnyMatmulWriter:
                 self.line(f"{self.text.name(ref)} = {sums[ref]}")
             elif not self.text.levels.element[ref]:
                 self.text.declare(ref)
-        if self.text.overlaps:
-            self.line("tl.debug_barrier()")
-        for number in range(len(self.nest.stores)):
-            self.text.store(number)
+        self.text.store_all()
 
     def _place(self) -> None:
         """Compute the position of the tile: consecutive programs have consecutive columns."""

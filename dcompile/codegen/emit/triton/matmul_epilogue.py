@@ -187,10 +187,7 @@ class MatmulWriter:
         self.line(f"{PRODUCT} = {sums}.to(tl.{dtype}).to(tl.float32)")
         for ref in sorted(self.text.levels.live):
             self.text.declare(ref)
-        if self.text.overlaps:
-            self.line("tl.debug_barrier()")
-        for number in range(len(self.nest.stores)):
-            self.text.store(number)
+        self.text.store_all()
 
     def _bias(self, view: View) -> str:
         """Return the bias of each row, which is added before rounding."""

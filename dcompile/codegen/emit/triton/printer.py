@@ -325,6 +325,13 @@ class TritonText:
             self.line(f'{CHECK}({inside}, "a position lies outside of what is written to")')
         self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
 
+    def store_all(self) -> None:
+        """Print all stores, after all reads of memory that they write."""
+        if self.overlaps:
+            self.line("tl.debug_barrier()")
+        for number in range(len(self.nest.stores)):
+            self.store(number)
+
     def store_word(self, numbers: Sequence[int]) -> None:
         """Print one store of the bytes of several: see `byte_words`."""
         stores = [self.nest.stores[number] for number in numbers]

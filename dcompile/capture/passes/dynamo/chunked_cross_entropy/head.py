@@ -13,7 +13,7 @@ from torch.fx import Node
 from dcompile import compat
 from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of, value_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import LogitStep
-from dcompile.compat.user_line import user_line
+from dcompile.compat.aot_metadata import user_line
 
 LOSS = torch.nn.functional.cross_entropy
 _ARGUMENTS = {

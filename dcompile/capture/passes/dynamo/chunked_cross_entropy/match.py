@@ -32,7 +32,7 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
 )
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, row_spans, spans
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, is_checkpointed
-from dcompile.compat.user_line import user_line
+from dcompile.compat.aot_metadata import user_line
 from dcompile.device_traits import traits_of
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.machine_model import Figures, table_figures
@@ -274,7 +274,7 @@ def chunk_losses(
 
 def _spell_out(node: Node) -> None:
     """Write torch's own operator for chunks as a linear layer and its loss, which asks for chunks."""
-    given = compat.losses.chunked_arguments(node)
+    given = compat.tensors.chunked_arguments(node)
     if given is None or not traits_of(value_of(given["input"]).device.type).is_compiled:
         return
     hidden, weight, graph = value_of(given["input"]), value_of(given["linear_weight"]), node.graph

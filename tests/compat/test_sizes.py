@@ -9,7 +9,7 @@ import dcompile
 from dcompile import compat
 from dcompile.capture.entry import find_model
 
-NAME = compat.shapes.argument()
+NAME = compat.sizes.argument()
 KNOWN = pytest.mark.skipif(NAME is None, reason="this torch has no specs of shapes")
 
 
@@ -118,7 +118,7 @@ def test_a_spec_on_the_function_itself_counts(way, kind):
 
 def test_names_that_this_torch_lacks_and_both_names_are_errors(monkeypatch):
     with pytest.raises(TypeError, match="one argument"):
-        compat.shapes.requested_spec({"dynamic_shapes": {}, "shapes_spec": {}})
+        compat.sizes.requested_spec({"dynamic_shapes": {}, "shapes_spec": {}})
 
     def compile_of_old(model, *, dynamic=None):
         """torch.compile before 2.12."""

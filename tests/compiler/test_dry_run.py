@@ -1,7 +1,7 @@
 """Stand-ins of a build have all that the interfaces they stand for ask."""
 
 from dcompile.capture.services import BucketTimes, GradientBuckets
-from dcompile.precompile.build_only import NoBuckets
+from dcompile.compiler.dry_run import NoBuckets
 
 
 def test_buckets_without_reductions_have_the_whole_interface() -> None:

@@ -46,9 +46,10 @@ class TrainStep:
         """
         batches = [batch] if self.accumulate == 1 else self._micro_batches(batch)
         try:
-            last = len(batches) - 1
-            losses = [self._backward(each, number == last) for number, each in enumerate(batches)]
-            norm = self._finish()
+            losses = [self._backward(each) for each in batches[:-1]]
+            loss, is_planned = self._last(batches[-1])
+            norm = self._finish(is_planned)
+            losses.append(loss.detach())
         except BaseException:
             self._step.drop()
             self.optimizer.zero_grad(set_to_none=True)
@@ -65,19 +66,39 @@ class TrainStep:
             )
         return batch
 
-    def _backward(self, batch: Any, last: bool) -> torch.Tensor:
-        """Run forward and backward of one micro-batch; only the last one's backward reduces gradients."""
-        with self._reducing(last):
-            loss = self.loss_fn(self.model, batch)
-            if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-                what = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise DcompileError(
-                    f"dcompile: train_step's loss_fn(model, batch) must return a loss without dimensions that depends "
-                    f"on the model's parameters, and returned {what}; return, for example, loss.mean()"
-                )
-            scaled = loss if self.accumulate == 1 else loss / self.accumulate
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+    def _backward(self, batch: Any) -> torch.Tensor:
+        """Run forward and backward of a micro-batch that others follow; it reduces no gradients."""
+        with self._reducing(False):
+            loss = self._loss(batch)
+            self._run_backward(loss)
         return loss.detach()
+
+    def _last(self, batch: Any) -> tuple[torch.Tensor, bool]:
+        """Run forward and backward of the last micro-batch, or plan both as one program with the update.
+
+        Return the loss, and whether they are planned.
+        """
+        step, parts = self._step, self.accumulate
+        with step.forwards.allowed() if self.scaler is None else contextlib.nullcontext():
+            loss = self._loss(batch)
+        is_planned = self.scaler is None and step.begin_whole(loss, self.clip_norm, parts)
+        if not is_planned:
+            self._run_backward(loss)
+        return loss, is_planned
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        loss = self.loss_fn(self.model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+            what = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise DcompileError(
+                f"dcompile: train_step's loss_fn(model, batch) must return a loss without dimensions that depends "
+                f"on the model's parameters, and returned {what}; return, for example, loss.mean()"
+            )
+        return loss
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        scaled = loss if self.accumulate == 1 else loss / self.accumulate
+        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
@@ -96,20 +117,24 @@ class TrainStep:
         else:
             yield
 
-    def _finish(self) -> torch.Tensor | None:
-        """Clip and update."""
+    def _finish(self, is_planned: bool) -> torch.Tensor | None:
+        """Clip and update; `is_planned`: as one program with forward and backward."""
+        if is_planned:
+            self.optimizer.step()
+            norm: torch.Tensor | None = self._step.norm
+            return norm
         if self.scaler is not None and self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = None
+        clipped = None
         if self.clip_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            norm = self._step.clip(parameters, self.clip_norm)
+            clipped = self._step.clip(parameters, self.clip_norm)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        return None if norm is None else self._step.known(norm)
+        return None if clipped is None else self._step.known(clipped)
 
     @property
     def _step(self) -> Any:

@@ -270,6 +270,20 @@ def leave_gradients_absent(compiled: Compiled, around: WrapperRequest) -> Compil
     return leaving
 
 
+def wait_for_step(compiled: Compiled, around: WrapperRequest) -> Compiled:
+    """Let a forward wait for the update that `train_step` makes behind it."""
+    graph, step = around.graph, around.graph.model.step
+    forward = graph.late_forward
+    if step is None or forward is None or around.boundary.inputs is not None:
+        return compiled
+
+    def waiting(*args: Any) -> Any:
+        pending = step.defer_forward(forward, compiled, args)
+        return compiled(*args) if pending is None else pending
+
+    return waiting
+
+
 def view_results_without_gradients(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Make results that are views made under `torch.no_grad()` such views again, and keep Dynamo out of all above."""
     seen = around.graph.facts.without_gradients

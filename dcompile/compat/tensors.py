@@ -519,15 +519,18 @@ def move_graph_to_gpu(gm: Any) -> None:
     gm.recompile()
 
 
-def without_memory(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device | None = None) -> Any:
+def without_memory(
+    kind: type[torch.Tensor], like: torch.Tensor, device: torch.device | None = None, learns: bool = False
+) -> Any:
     """Return a tensor of a subclass with another one's shape, strides and dtype, and no memory.
 
-    `device`: its device, if it is not the other one's.
+    `device`: its device, if it is not the other one's. `learns`: whether it requires a gradient.
     """
     import torch
 
     return torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout,
+        requires_grad=learns,
     )
 
 

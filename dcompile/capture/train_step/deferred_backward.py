@@ -16,12 +16,16 @@ from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
-WITH_UPDATES, WITH_NORMS, UPDATE, NORM = "step", "norms", "update", "norm"
-"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone, the norm of all."""
+WITH_UPDATES, WITH_NORMS, UPDATE, NORM, WHOLE = "step", "norms", "update", "norm", "whole_step"
+"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone, the norm of all, and
+forward, backward and updates."""
 
 
 class LateBackward(Protocol):
     """A graph's backward that can run later, alone or with more."""
+
+    name: str
+    """Name of its program with updates."""
 
     @property
     def gm(self) -> Any:
@@ -130,8 +134,10 @@ class DeferredBackward:
     """What `.grad` held when the backward began."""
     norms: dict[Any, Executable] = field(default_factory=dict)
     """Programs with norms, which all backwards of a graph share."""
-    marks: tuple[list[int], list[int]] = field(init=False)
+    marks: tuple[list[int], list[int]] | None = None
     """Versions and addresses of its arguments, when the backward was to run."""
+    clip: tuple[float, ...] = ()
+    """What is added to the norm, and the largest norm, if gradients that nobody sees are clipped."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
     unscaling: Unscaling | None = None
@@ -140,18 +146,13 @@ class DeferredBackward:
     """Members of its step, their numbers, the program of both, and where that finds parameters."""
 
     def __post_init__(self) -> None:
-        self.marks = self._marks()
+        if self.marks is None:
+            self.marks = self._marks()
 
     def _marks(self) -> tuple[list[int], list[int]]:
         """Return versions and addresses of what the backward reads: arguments, and shards that it gathers."""
-        read = [x for x in self.args if isinstance(x, torch.Tensor)]
-        if self.is_sharded:
-            read += map(compat.tensors.local_part, self.parameters)
-        try:
-            versions = list(map(operator.attrgetter("_version"), read))
-        except RuntimeError:  # those of inference mode have none
-            versions = [x._version for x in read if not x.is_inference()]
-        return versions, list(map(torch.Tensor.data_ptr, read))
+        more = map(compat.tensors.local_part, self.parameters) if self.is_sharded else ()
+        return changes_of([*self.args, *more])
 
     @property
     def is_sharded(self) -> bool:
@@ -308,6 +309,16 @@ class DeferredBackward:
         """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
         with self.backward.reducing(), compat.autograd.record_autograd():
             _Replay.apply(run, *self.leaves).backward()  # type: ignore[no-untyped-call]
+
+
+def changes_of(read: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Return versions and addresses of the tensors among these values, which tell of changes."""
+    tensors = [x for x in read if isinstance(x, torch.Tensor)]
+    try:
+        versions = list(map(operator.attrgetter("_version"), tensors))
+    except RuntimeError:  # those of inference mode have none
+        versions = [x._version for x in tensors if not x.is_inference()]
+    return versions, list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _taken(results: list[Any], places: Sequence[int]) -> tuple[Any, ...]:

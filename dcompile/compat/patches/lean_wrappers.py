@@ -53,7 +53,7 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
                 changed = _changed(runtime_metadata, config.keep_inference_input_mutations)
                 return _inference(compiled, usual, changed, sized, mark)
             cls = getattr(compiled, "__self__", None)
-            if cls is None or runtime_metadata.dynamic_outputs or not _saves_plain(cls.metadata):
+            if cls is None or runtime_metadata.dynamic_outputs or not saves_plain(cls.metadata):
                 return usual
             if cls.maybe_subclass_metadata is not None:
                 return usual
@@ -79,7 +79,7 @@ def _is_plain(metadata: Any) -> bool:
     )
 
 
-def _saves_plain(metadata: Any) -> bool:
+def saves_plain(metadata: Any) -> bool:
     """Whether a forward saves only tensors whose versions autograd checks."""
     return _is_plain(metadata) and not (
         metadata.num_symints_saved_for_bw

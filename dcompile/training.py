@@ -121,7 +121,7 @@ class TrainStep:
         """Clip and update; `is_planned`: as one program with forward and backward."""
         if is_planned:
             self.optimizer.step()
-            norm: torch.Tensor | None = self._step.norm
+            norm: torch.Tensor | None = self._step.newest_norm
             return norm
         if self.scaler is not None and self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)

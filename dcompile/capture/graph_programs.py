@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ BATCHED_GRADIENTS = "backward of batched gradients"
 BATCHED_NOTE = (
     "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
 )
+SEVERAL = "the model is several graphs"
 FIRST_BACKWARD = "the first backward of a graph runs at once, and tells which gradients exist"
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
@@ -486,10 +488,12 @@ class GraphBackward:
             return FIRST_BACKWARD
         if self._graph.sync.sharded is not None or self._graph.sync.scatters:
             return "parameters are sharded"
-        return self.why_alone() or ("" if self.loss() is not None else "backwards do not begin at one loss alone")
+        return self.why_alone() or ("" if self.loss is not None else "backwards do not begin at one loss alone")
 
+    @functools.cached_property
     def loss(self) -> int | None:
-        """Return the position of the forward's result that backwards begin at, a number; None for another kind."""
+        """Position of the forward's result that backwards begin at, a number, once one has run; None for another kind.
+        """
         nodes = self.gm.graph.find_nodes(op="placeholder")
         begins = [node for node in nodes if compat.aot_metadata.is_tangent(node)]
         if len(begins) != 1 or begins[0] is not nodes[-1] or begins[0].meta["val"].ndim:
@@ -538,39 +542,40 @@ class GraphForward:
         """Note a forward before it is compiled, which may change the graph. `results`: number of its results."""
         self._programs, self._count = programs, results
         self.objection = compat.aot_metadata.why_wrapped()
-        self._shown = compat.aot_metadata.learning_results()
+        learning = compat.aot_metadata.learning_results()
         self._changed = compat.aot_metadata.changed_in_graph()
         self._gm = compat.aot.lazy_graph_module(gm, _copied(gm))
         self._known: dict[Any, WholeStep] = {}
         inputs = gm.graph.find_nodes(op="placeholder")
-        results_ = gm.graph.output_node().args[0][:results]
+        shown = gm.graph.output_node().args[0][:results]
         if opaque.inputs:
             self.objection = "the graph has DTensors"
         elif programs.graph.may_be_partial:
-            self.objection = "the model is several graphs"
+            self.objection = SEVERAL
         elif any(True for _ in own_collectives(gm)):
             self.objection = "the model's own collectives run in the forward"
-        elif not all(isinstance(node.meta.get("val"), torch.Tensor) for node in (*inputs, *results_)):
+        elif not all(isinstance(node.meta.get("val"), torch.Tensor) for node in (*inputs, *shown)):
             self.objection = "sizes are symbols, or a result is no tensor"
         elif programs.graph.facts.without_gradients:
             self.objection = "a result is a view without a gradient"
+        self.results = [] if self.objection else [(node.meta["val"], n in learning) for n, node in enumerate(shown)]
+        """A fake tensor like each result, and whether that requires a gradient."""
 
     @property
     def loss(self) -> int:
         """Position of the one result that backwards begin at."""
         late = self._programs.late
-        found = None if late is None else late.loss()
-        assert found is not None, "asked where it can wait"
-        return found
+        assert late is not None and late.loss is not None, "asked where it can wait"
+        return late.loss
 
     def why_not_waiting(self, args: Sequence[Any]) -> str:
         """Return why it runs at once with these arguments; empty if it can wait."""
         programs, model = self._programs, self._programs.model
-        late, newest = programs.late, model.newest
+        late = programs.late
         if self.objection or late is None:
             return self.objection or FIRST_BACKWARD
-        if newest is None or newest.graphs != (programs.graph.number,):
-            return "the model is several graphs"
+        if (programs.graph.number,) not in model.variants:
+            return SEVERAL
         if torch.is_anomaly_enabled() or compat.dispatch_watch.saved_tensor_hooks() is not None:
             return "what a forward saves is watched"
         return late.why_not_whole()
@@ -578,11 +583,6 @@ class GraphForward:
     def begin(self) -> torch.Tensor | None:
         """Record that the forward runs in the current call; return its token."""
         return self._programs.model.record_forward(self._programs.graph)
-
-    def results(self) -> Sequence[tuple[torch.Tensor, bool]]:
-        """Return a fake tensor like each result, and whether that requires a gradient."""
-        nodes = self._gm.graph.output_node().args[0][: self._count]
-        return [(node.meta["val"], place in self._shown) for place, node in enumerate(nodes)]
 
     def run(self, compiled: Callable[..., Sequence[Any]], args: Sequence[Any], token: Any) -> list[Any]:
         """Run the forward by itself, as it would have run in the call that `begin` has recorded."""

@@ -39,6 +39,19 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def set_only_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a hook on the gradient of a new leaf, which nobody removes.
+
+    A removable one has a number: `compat.hooks` would look at all modules again because numbers have gone on.
+    """
+    from collections import OrderedDict
+
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor._backward_hooks = OrderedDict([(0, hook)])
+
+
 def have_leaf_hooks(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether hooks look at gradients of these parameters before or after they are added to `.grad`."""
     hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")

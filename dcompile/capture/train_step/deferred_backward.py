@@ -21,6 +21,13 @@ WITH_UPDATES, WITH_NORMS, UPDATE, NORM, WHOLE = "step", "norms", "update", "norm
 forward, backward and updates."""
 
 
+CHANGED = (
+    "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() and the "
+    "optimizer's step, in which the backward runs; change it before the forward or after the step, or compile without "
+    "optimizer="
+)
+
+
 class LateBackward(Protocol):
     """A graph's backward that can run later, alone or with more."""
 
@@ -138,6 +145,8 @@ class DeferredBackward:
     """Versions and addresses of its arguments, when the backward was to run."""
     clip: tuple[float, ...] = ()
     """What is added to the norm, and the largest norm, if gradients that nobody sees are clipped."""
+    changed: str = CHANGED
+    """What to say if one of them is another when it runs."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
     unscaling: Unscaling | None = None
@@ -163,11 +172,7 @@ class DeferredBackward:
         """Raise DcompileError if a tensor that the backward reads was changed since it was to run."""
         if self._marks() != self.marks:
             self.forget_unscaling()
-            raise DcompileError(
-                "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() "
-                "and the optimizer's step, in which the backward runs; change it before the forward or after the step, "
-                "or compile without optimizer="
-            )
+            raise DcompileError(self.changed)
 
     def forget_unscaling(self) -> None:
         """Let GradScaler start anew with later gradients: it will find none here."""

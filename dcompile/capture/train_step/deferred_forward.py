@@ -24,7 +24,6 @@ from dcompile.errors import DcompileError
 
 READ = "loss_fn computes with the model's results: let the model return its loss, and loss_fn return that"
 OTHER = "loss_fn returns another tensor than the model's one loss"
-SEVERAL = "loss_fn runs several forwards"
 NOT_CALLED = "no compiled graph of the model ran in loss_fn, or one that has no gradients"
 CHANGED = (
     "dcompile: loss_fn has changed a parameter, or an input of the model, after it called the model, whose forward runs "
@@ -48,8 +47,9 @@ class LateForward(Protocol):
     def begin(self) -> torch.Tensor | None:
         """Record that the forward runs in the current call; return its token."""
 
+    @property
     def results(self) -> Sequence[tuple[torch.Tensor, bool]]:
-        """Return a fake tensor like each result, and whether that requires a gradient."""
+        """A fake tensor like each result, and whether that requires a gradient."""
 
     def run(self, compiled: Callable[..., Sequence[Any]], args: Sequence[Any], token: Any) -> list[Any]:
         """Run the forward by itself, as it would have run in the call that `begin` has recorded."""
@@ -73,8 +73,7 @@ class PendingResult(Pending):
         made: PendingResult = compat.tensors.without_memory(cls, like, learns=learns)
         made.source, made.place, made.is_sharded = source, place, False
         if learns:  # C++ code takes it without asking its class, such as the `apply` of a user's autograd function
-            with compat.tensors.as_plain():
-                made.register_hook(partial(source.pass_on, place))  # type: ignore[no-untyped-call]
+            compat.autograd.set_only_hook(made, partial(source.pass_on, place))
         return made
 
     def value(self) -> torch.Tensor:
@@ -118,7 +117,7 @@ class DeferredForward:
         """Return results for the caller of the model."""
         self.marks = changes_of(self.args)
         shown = [
-            PendingResult(like, learns, self, place) for place, (like, learns) in enumerate(self.forward.results())
+            PendingResult(like, learns, self, place) for place, (like, learns) in enumerate(self.forward.results)
         ]
         self.pending = [*map(weakref.ref, shown)]
         return shown
@@ -148,14 +147,10 @@ class DeferredForward:
             for place, value in zip(reversed(self.kept), reversed(results), strict=False):
                 found[place] = value.clone()
 
-    def check_arguments(self) -> None:
-        """Raise DcompileError if a tensor that it reads was changed since it was to run."""
-        if changes_of(self.args) != self.marks:
-            raise DcompileError(CHANGED)
-
     def run_alone(self) -> None:
         """Run it by itself, with autograd."""
-        self.check_arguments()
+        if changes_of(self.args) != self.marks:
+            raise DcompileError(CHANGED)
         args, self.args = self.args, []
         with compat.autograd.record_autograd():
             self.found = self.forward.run(self.compiled, args, self.token)

@@ -27,7 +27,7 @@ from dcompile.capture.train_step.deferred_backward import (
     LateBackward,
     Unscaling,
 )
-from dcompile.capture.train_step.deferred_forward import OTHER, LateForward, PendingResult, WaitingForwards
+from dcompile.capture.train_step.deferred_forward import CHANGED, OTHER, LateForward, PendingResult, WaitingForwards
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_not_traced
 from dcompile.capture.train_step.pending_gradient import PendingFlag, PendingGradient, PendingScalar, clipping
 from dcompile.capture.train_step.step_graph import ParameterUpdate, agreed, update_alone, with_updates
@@ -73,7 +73,7 @@ class OptimizerStep:
         self._open: Unscaling | None = None
         """Sharded gradients that this rank has unscaled, and whose infinities ranks have not told each other."""
         self.forwards = WaitingForwards()
-        self.norm: torch.Tensor | None = None
+        self.newest_norm: torch.Tensor | None = None
         """Norm of the gradients of the newest step that was one program, if it clipped them."""
         self._planned: DeferredBackward | None = None
         """Forward and backward that run in the optimizer's next step."""
@@ -523,7 +523,6 @@ class OptimizerStep:
         if forward is not None and optimizer is not None:
             reason = OTHER
             if type(loss) is PendingResult and loss.source is forward and loss.place == forward.forward.loss:
-                forward.check_arguments()
                 share = float(torch.ones((), dtype=loss.dtype) / parts)
                 whole = forward.kept_as_one(share)
                 waiting, reason = self._whole_step(optimizer, whole, forward, largest)
@@ -552,7 +551,7 @@ class OptimizerStep:
             return None, "a gradient was set, or comes from elsewhere"
         clip = () if largest is None else (1e-6, float(largest))
         waiting = DeferredBackward(
-            whole, forward.args, leaves, parameters, [], before, self._norms, marks=forward.marks, clip=clip
+            whole, forward.args, leaves, parameters, [], before, self._norms, forward.marks, clip, CHANGED
         )
         why = why_not_traced(optimizer) or self._plan(optimizer, waiting, None)
         return waiting, why
@@ -562,7 +561,7 @@ class OptimizerStep:
         forward, self.forwards.waiting = self.forwards.waiting, None
         assert forward is not None, "planned with it"
         results = self._results_of(waiting)
-        self.norm = results.pop().clone() if waiting.clip else None
+        self.newest_norm = results.pop().clone() if waiting.clip else None
         forward.give(results)
         self._state.advance(waiting.plan[0])
         self._hide(waiting.parameters, [None] * len(waiting.parameters))

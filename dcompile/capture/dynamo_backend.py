@@ -278,8 +278,12 @@ def wait_for_step(compiled: Compiled, around: WrapperRequest) -> Compiled:
         return compiled
 
     def waiting(*args: Any) -> Any:
-        pending = step.defer_forward(forward, compiled, args)
-        return compiled(*args) if pending is None else pending
+        may_wait = step.forwards.may_wait
+        pending = step.defer_forward(forward, compiled, args) if may_wait else None
+        results = compiled(*args) if pending is None else pending
+        if may_wait and pending is None:
+            step.forwards.ran(forward, results)
+        return results
 
     return waiting
 

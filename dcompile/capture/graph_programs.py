@@ -541,6 +541,7 @@ class GraphForward:
     def __init__(self, programs: GraphPrograms, gm: Any, results: int, opaque: OpaqueObjects) -> None:
         """Note a forward before it is compiled, which may change the graph. `results`: number of its results."""
         self._programs, self._count = programs, results
+        self.returned: int | None = None
         self.objection = compat.aot_metadata.why_wrapped()
         learning = compat.aot_metadata.learning_results()
         self._changed = compat.aot_metadata.changed_in_graph()
@@ -665,7 +666,8 @@ class WholeStep:
     def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`."""
         changed = [inputs[place] for place in self._changed]
-        results = self._late.run_joined(program, token, inputs)
+        with compat.autograd.without_autocast()():  # the forward was traced below it
+            results = self._late.run_joined(program, token, inputs)
         if changed:
             torch.autograd.graph.increment_version(changed)
         return results

@@ -131,6 +131,14 @@ def quick_grad_mode() -> Callable[[bool], None]:
     return set_grad_enabled
 
 
+def without_autocast() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return the class of contexts in which operators cast nothing by themselves."""
+    import torch
+
+    disabled: Any = torch._C._DisableAutocast
+    return disabled  # type: ignore[no-any-return]
+
+
 def forward_derivatives() -> Any:
     """Return torch's module whose `_current_level` is above -1 while forward-mode derivatives are computed."""
     from torch.autograd import forward_ad

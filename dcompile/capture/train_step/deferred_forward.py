@@ -20,10 +20,12 @@ import torch
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import LateBackward, changes_of
 from dcompile.capture.train_step.pending_gradient import METADATA, Pending
+from dcompile.compat import pytree
 from dcompile.errors import DcompileError
 
 READ = "loss_fn computes with the model's results: let the model return its loss, and loss_fn return that"
 OTHER = "loss_fn returns another tensor than the model's one loss"
+UNSEEN = "the first step shows whether loss_fn returns the model's loss as it is"
 NOT_CALLED = "no compiled graph of the model ran in loss_fn, or one that has no gradients"
 CHANGED = (
     "dcompile: loss_fn has changed a parameter, or an input of the model, after it called the model, whose forward runs "
@@ -36,6 +38,9 @@ _KNOWN = METADATA - {getattr(torch.Tensor, name).__get__ for name in ("grad_fn",
 
 class LateForward(Protocol):
     """A graph's forward that can run later, alone, or as one program with backward and update."""
+
+    returned: int | None
+    """Position of the result that `loss_fn` has returned as it is; None if it is not known to have done so."""
 
     @property
     def loss(self) -> int:
@@ -83,15 +88,23 @@ class PendingResult(Pending):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _KNOWN:
-            args, kwargs = compat.pytree.map_only(Pending, lambda pending: pending.value(), (args, kwargs or {}))
+            args, kwargs = _computed((args, kwargs or {}))
             return func(*args, **kwargs)
         with compat.tensors.as_plain():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = compat.pytree.map_only(Pending, lambda pending: pending.value(), (args, kwargs or {}))
+        args, kwargs = _computed((args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _compute(arguments: Any) -> Any:
+    return pytree.map_only(Pending, lambda pending: pending.value(), arguments)
+
+
+_computed = compat.dynamo.no_dynamo(_compute, "a forward of train_step that runs by itself")
+"""Replace pending tensors among arguments by computed ones."""
 
 
 @dataclass(eq=False)
@@ -167,11 +180,13 @@ class WaitingForwards:
         """Why forwards ran before their steps -> number of steps."""
         self.may_wait = False
         """Whether the next forward may wait."""
+        self._ran: tuple[LateForward, list[weakref.ref[Any]]] | None = None
+        """The newest forward that might have waited, and its results."""
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Let one forward wait that runs in this context."""
-        self.may_wait, self.reason = True, NOT_CALLED
+        self.may_wait, self.reason, self._ran = True, NOT_CALLED, None
         try:
             yield
         finally:
@@ -181,10 +196,26 @@ class WaitingForwards:
         """Return pending results of a forward; None if it must run now."""
         self.may_wait = False
         self.reason = forward.why_not_waiting(args)
+        if not self.reason and forward.returned is None:
+            self.reason = UNSEEN
+        elif not self.reason and forward.returned != forward.loss:
+            self.reason = READ
         if self.reason:
             return None
         self.waiting = waiting = DeferredForward(forward, compiled, [*args], forward.begin(), self.settle)
         return waiting.show()
+
+    def ran(self, forward: LateForward, results: Sequence[Any]) -> None:
+        """Note that a forward has run by itself, until it is known what `loss_fn` makes of its results."""
+        tensors = [x if isinstance(x, torch.Tensor) else torch.empty(()) for x in results]
+        self._ran = forward, [*map(weakref.ref, tensors)]
+
+    def has_returned(self, loss: torch.Tensor) -> None:
+        """Note what `loss_fn` has returned in a step whose forward ran by itself."""
+        if self._ran is not None:
+            (forward, results), self._ran = self._ran, None
+            found = next((place for place, result in enumerate(results) if result() is loss), -1)
+            forward.returned = found
 
     def settle(self, reason: str) -> None:
         """Run a forward that waits by itself."""

@@ -507,8 +507,6 @@ class OptimizerStep:
 
     def defer_forward(self, forward: LateForward, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Return pending results of a forward that can wait for `train_step`'s update; None if it must run now."""
-        if not self.forwards.may_wait:
-            return None
         self.settle(FORWARD)
         return self.forwards.defer(forward, compiled, args)
 
@@ -530,6 +528,7 @@ class OptimizerStep:
                     self._planned = waiting
                     return True
             forwards.settle(reason)
+        forwards.has_returned(loss)
         forwards.apart[forwards.reason] += 1
         return False
 

@@ -160,7 +160,8 @@ def train_step(
     norm and scales nothing. `accumulate`: micro-batches of a step, whose gradients are averaged. `scaler`:
     torch.amp.GradScaler, whose unscaling, check and skipped update are part of the step. `settings`: those of
     `dcompile.compile`. Model, optimizer, scheduler and scaler stay the caller's objects, and
-    `docs/guide/train-step.md` says which steps are one program.
+    `docs/guide/train-step.md` says which steps are one program: with the forward, if `loss_fn` returns the model's own
+    loss as it is.
 
     Raises DcompileError for settings that make no sense.
     """

@@ -110,7 +110,9 @@ class GraphPrograms:
             name=f"{name or kind}{self.graph.number}",
             kind=kind,
             donated=donated,
-            saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" and not is_whole else (),
+            saved=tuple(p for p in saved_positions(gm) if p not in empty)
+            if kind == "backward" and not is_whole
+            else (),
             **describe_machine(self.model, gm, self.graph.device, found, self._copied(found)),
             **more,
         )
@@ -492,7 +494,9 @@ class GraphBackward:
 
     @functools.cached_property
     def loss(self) -> int | None:
-        """Position of the forward's result that backwards begin at, a number, once one has run; None for another kind.
+        """Position of the forward's result that backwards begin at, a number; None for another kind.
+
+        It is asked for once a backward has run.
         """
         nodes = self.gm.graph.find_nodes(op="placeholder")
         begins = [node for node in nodes if compat.aot_metadata.is_tangent(node)]

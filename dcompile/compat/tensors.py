@@ -558,7 +558,12 @@ def without_memory(
     import torch
 
     return torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout,
+        kind,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=device or like.device,
+        layout=like.layout,
         requires_grad=learns,
     )
 

@@ -28,8 +28,8 @@ OTHER = "loss_fn returns another tensor than the model's one loss"
 UNSEEN = "the first step shows whether loss_fn returns the model's loss as it is"
 NOT_CALLED = "no compiled graph of the model ran in loss_fn, or one that has no gradients"
 CHANGED = (
-    "dcompile: loss_fn has changed a parameter, or an input of the model, after it called the model, whose forward runs "
-    "in the step; change it before, or call the model's loss in eager mode"
+    "dcompile: loss_fn has changed a parameter, or an input of the model, after it called the model, whose forward "
+    "runs in the step; change it before that call, or after the step"
 )
 LOST = "dcompile: this result of the model was not computed, since the step that it belongs to was given up"
 _KNOWN = METADATA - {getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "_version")}
@@ -94,7 +94,7 @@ class PendingResult(Pending):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = _computed((args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -129,9 +129,7 @@ class DeferredForward:
     def show(self) -> list[PendingResult]:
         """Return results for the caller of the model."""
         self.marks = changes_of(self.args)
-        shown = [
-            PendingResult(like, learns, self, place) for place, (like, learns) in enumerate(self.forward.results)
-        ]
+        shown = [PendingResult(like, learns, self, place) for place, (like, learns) in enumerate(self.forward.results)]
         self.pending = [*map(weakref.ref, shown)]
         return shown
 

@@ -400,8 +400,8 @@ class OptimizerStep:
     def _update_by_program(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Run the update as a program, with a backward that waits if nothing speaks against it."""
         if self._planned is not None:
-            waiting, self._planned = self._planned, None
-            self._run_whole(waiting)
+            planned, self._planned = self._planned, None
+            self._run_whole(planned)
             return
         waiting = self._waiting
         if not reason and waiting is not None:
@@ -546,7 +546,9 @@ class OptimizerStep:
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not own <= set(map(id, every)):
             return None, "the optimizer does not have all parameters of the graph"
-        if any(p.grad is not None for p in every if id(p) not in own) or any(type(g) is PendingGradient for g in before):
+        if any(p.grad is not None for p in every if id(p) not in own) or any(
+            type(g) is PendingGradient for g in before
+        ):
             return None, "a gradient was set, or comes from elsewhere"
         clip = () if largest is None else (1e-6, float(largest))
         waiting = DeferredBackward(

@@ -157,8 +157,8 @@ def _insert(root: torch.nn.Module, graph: Graph, gm: GraphModule, made: dict[Nod
         if node.op == "get_attr":
             made[node].target = f"held{len(made)}_{len(graph.nodes)}"
             setattr(root, made[node].target, operator.attrgetter(node.target)(gm))
-    returned: Sequence[Any] = torch.fx.map_arg(gm.graph.output_node().args[0], made.__getitem__)
-    return returned
+    results: Any = gm.graph.output_node().args[0]
+    return torch.fx.map_arg(results, made.__getitem__)  # type: ignore[no-any-return]
 
 
 def agreed(norms: Sequence[torch.Tensor], found: torch.Tensor | None, ranks: str) -> GraphModule:

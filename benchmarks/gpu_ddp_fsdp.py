@@ -333,7 +333,7 @@ class Training(Peer):
         step = None if model is None else model.step
         if step is None:
             return {}
-        found = {"whole": step.whole, "not whole": dict(step.forwards.apart)}
+        found = {"whole": step.whole, "not whole": dict(step.forwards.separate)}
         return found | {
             "joined": step.joined,
             "updated": step.updated,

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import api
 from dcompile.capture.entry import find_model
+from dcompile.capture.train_step.deferred_forward import SCALED
 from dcompile.errors import DcompileError
 
 
@@ -78,10 +79,14 @@ class TrainStep:
 
         Return the loss, and whether they are planned.
         """
-        step, parts = self._step, self.accumulate
-        with step.forwards.allowed() if self.scaler is None else contextlib.nullcontext():
+        forwards, parts = self._step.forwards, self.accumulate
+        with forwards.allowed() if self.scaler is None else contextlib.nullcontext():
             loss = self._loss(batch)
-        is_planned = self.scaler is None and step.begin_whole(loss, self.clip_norm, parts)
+        if self.scaler is None:
+            is_planned = self._step.begin_whole(loss, self.clip_norm, parts)
+        else:
+            is_planned, forwards.reason = False, SCALED
+            forwards.separate[SCALED] += 1
         if not is_planned:
             self._run_backward(loss)
         return loss, is_planned

@@ -54,7 +54,7 @@ BATCHED_GRADIENTS = "backward of batched gradients"
 BATCHED_NOTE = (
     "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
 )
-SEVERAL = "the model is several graphs"
+SEVERAL, SHARDED = "the model is several graphs", "parameters are sharded, or DTensors"
 FIRST_BACKWARD = "the first backward of a graph runs at once, and tells which gradients exist"
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
@@ -110,9 +110,7 @@ class GraphPrograms:
             name=f"{name or kind}{self.graph.number}",
             kind=kind,
             donated=donated,
-            saved=tuple(p for p in saved_positions(gm) if p not in empty)
-            if kind == "backward" and not is_whole
-            else (),
+            saved=() if kind != "backward" or is_whole else tuple(p for p in saved_positions(gm) if p not in empty),
             **describe_machine(self.model, gm, self.graph.device, found, self._copied(found)),
             **more,
         )
@@ -194,12 +192,13 @@ class GraphPrograms:
         """Compile the forward of a training graph."""
         opaque = remove_opaque_objects(gm)
         position, shown = take_sync_token(gm), opaque.result_place(self.graph.facts.results)
-        if self.model.step is not None:
-            self.graph.late_forward = GraphForward(self, gm, shown, opaque)
+        traced = None if self.model.step is None else compat.aot.lazy_graph_module(gm, _copied(gm))
         return_input_views(gm, opaque.views(compat.aot_metadata.looks_at_inputs()))
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views, constant = compat.aot_metadata.take_views(), compat.aot_metadata.constant_results()
+        if traced is not None:
+            self.graph.late_forward = GraphForward(self, traced, shown, opaque)
         request = OutputRequest(shown, opaque.result_places(views), opaque.result_places(constant))
         steps = plan_outputs(self._output_steps, gm, request, "forward")
         self._return_visible(gm, shown)
@@ -489,7 +488,7 @@ class GraphBackward:
         if not self._knows_absent():
             return FIRST_BACKWARD
         if self._graph.sync.sharded is not None or self._graph.sync.scatters:
-            return "parameters are sharded"
+            return SHARDED
         return self.why_alone() or ("" if self.loss is not None else "backwards do not begin at one loss alone")
 
     @functools.cached_property
@@ -543,13 +542,13 @@ class GraphForward:
     """A graph's forward for `train_step.WaitingForwards`, which may run it later, with its backward and an update."""
 
     def __init__(self, programs: GraphPrograms, gm: Any, results: int, opaque: OpaqueObjects) -> None:
-        """Note a forward before it is compiled, which may change the graph. `results`: number of its results."""
+        """Note a forward's graph as it was traced. `results`: number of its results."""
         self._programs, self._count = programs, results
         self.returned: int | None = None
         self.objection = compat.aot_metadata.why_wrapped()
         learning = compat.aot_metadata.learning_results()
         self._changed = compat.aot_metadata.changed_in_graph()
-        self._gm = compat.aot.lazy_graph_module(gm, _copied(gm))
+        self._gm = gm
         self._known: dict[Any, WholeStep] = {}
         inputs = gm.graph.find_nodes(op="placeholder")
         shown = gm.graph.output_node().args[0][:results]

@@ -140,8 +140,11 @@ def why_wrapped() -> str:
     metadata = _metadata()
     if metadata is None:
         return "AOTAutograd's metadata is unknown"
-    if not saves_plain(metadata) or metadata.dynamic_outputs:
-        return "AOTAutograd changes inputs or results after the program"
+    try:
+        if not saves_plain(metadata) or metadata.dynamic_outputs:
+            return "AOTAutograd changes inputs or results after the program"
+    except AttributeError:  # a torch with other names
+        return "AOTAutograd's metadata is unknown"
     subclasses = getattr(metadata, "subclass_inp_meta", None) or ()
     is_subclass = any(type(meta).__name__ == "SubclassCreationMeta" for meta in subclasses)
     return "inputs are of a tensor subclass" if is_subclass else ""

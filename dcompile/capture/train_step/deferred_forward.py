@@ -19,13 +19,15 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import LateBackward, changes_of
-from dcompile.capture.train_step.pending_gradient import METADATA, Pending
+from dcompile.capture.train_step.pending_gradient import METADATA, PendingTensor
 from dcompile.compat import pytree
+from dcompile.device_traits import HOST
 from dcompile.errors import DcompileError
 
 READ = "loss_fn computes with the model's results: let the model return its loss, and loss_fn return that"
 OTHER = "loss_fn returns another tensor than the model's one loss"
 UNSEEN = "the first step shows whether loss_fn returns the model's loss as it is"
+SCALED = "a GradScaler scales the loss and unscales gradients"
 NOT_CALLED = "no compiled graph of the model ran in loss_fn, or one that has no gradients"
 CHANGED = (
     "dcompile: loss_fn has changed a parameter, or an input of the model, after it called the model, whose forward "
@@ -66,7 +68,7 @@ class LateForward(Protocol):
         """
 
 
-class PendingResult(Pending):
+class PendingResult(PendingTensor):
     """A result of a forward that waits."""
 
     source: DeferredForward
@@ -100,7 +102,7 @@ class PendingResult(Pending):
 
 
 def _compute(arguments: Any) -> Any:
-    return pytree.map_only(Pending, lambda pending: pending.value(), arguments)
+    return pytree.map_only(PendingTensor, lambda pending: pending.value(), arguments)
 
 
 _computed = compat.dynamo.no_dynamo(_compute, "a forward of train_step that runs by itself")
@@ -174,17 +176,17 @@ class WaitingForwards:
         self.waiting: DeferredForward | None = None
         self.reason = NOT_CALLED
         """Why the forward of the newest `loss_fn` has not waited."""
-        self.apart: Counter[str] = Counter()
+        self.separate: Counter[str] = Counter()
         """Why forwards ran before their steps -> number of steps."""
         self.may_wait = False
         """Whether the next forward may wait."""
-        self._ran: tuple[LateForward, list[weakref.ref[Any]]] | None = None
+        self._newest: tuple[LateForward, list[weakref.ref[Any]]] | None = None
         """The newest forward that might have waited, and its results."""
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Let one forward wait that runs in this context."""
-        self.may_wait, self.reason, self._ran = True, NOT_CALLED, None
+        self.may_wait, self.reason, self._newest = True, NOT_CALLED, None
         try:
             yield
         finally:
@@ -203,15 +205,15 @@ class WaitingForwards:
         self.waiting = waiting = DeferredForward(forward, compiled, [*args], forward.begin(), self.settle)
         return waiting.show()
 
-    def ran(self, forward: LateForward, results: Sequence[Any]) -> None:
+    def note_results(self, forward: LateForward, results: Sequence[Any]) -> None:
         """Note that a forward has run by itself, until it is known what `loss_fn` makes of its results."""
-        tensors = [x if isinstance(x, torch.Tensor) else torch.empty(()) for x in results]
-        self._ran = forward, [*map(weakref.ref, tensors)]
+        tensors = [x if isinstance(x, torch.Tensor) else torch.empty((), device=HOST) for x in results]
+        self._newest = forward, [*map(weakref.ref, tensors)]
 
     def has_returned(self, loss: torch.Tensor) -> None:
         """Note what `loss_fn` has returned in a step whose forward ran by itself."""
-        if self._ran is not None:
-            (forward, results), self._ran = self._ran, None
+        if self._newest is not None:
+            (forward, results), self._newest = self._newest, None
             found = next((place for place, result in enumerate(results) if result() is loss), -1)
             forward.returned = found
 

@@ -33,6 +33,7 @@ from dcompile.capture.train_step.pending_gradient import PendingFlag, PendingGra
 from dcompile.capture.train_step.step_graph import ParameterUpdate, agreed, update_alone, with_updates
 from dcompile.capture.train_step.update_trace import is_independent
 from dcompile.collectives.contract import Executable
+from dcompile.device_traits import HOST
 from dcompile.errors import DcompileError
 
 FIRST = "the optimizer's state did not exist yet"
@@ -362,7 +363,7 @@ class OptimizerStep:
         lines = []
         if self.whole:
             lines.append(f"optimizer: {self.whole} steps were one program of forward, backward and update")
-        found = self.forwards.apart.items()
+        found = self.forwards.separate.items()
         lines += [f"optimizer: {count} steps not in one program with their forward: {why}" for why, count in found]
         if self.joined:
             lines.append(f"optimizer: the updates of {self.joined} steps ran in the backward's program")
@@ -521,7 +522,7 @@ class OptimizerStep:
         if forward is not None and optimizer is not None:
             reason = OTHER
             if type(loss) is PendingResult and loss.source is forward and loss.place == forward.forward.loss:
-                share = float(torch.ones((), dtype=loss.dtype) / parts)
+                share = float(torch.ones((), dtype=loss.dtype, device=HOST) / parts)
                 whole = forward.kept_as_one(share)
                 waiting, reason = self._whole_step(optimizer, whole, forward, largest)
                 if not reason:
@@ -529,7 +530,7 @@ class OptimizerStep:
                     return True
             forwards.settle(reason)
         forwards.has_returned(loss)
-        forwards.apart[forwards.reason] += 1
+        forwards.separate[forwards.reason] += 1
         return False
 
     def _whole_step(

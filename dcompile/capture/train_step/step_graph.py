@@ -158,7 +158,8 @@ def _insert(root: torch.nn.Module, graph: Graph, gm: GraphModule, made: dict[Nod
             made[node].target = f"held{len(made)}_{len(graph.nodes)}"
             setattr(root, made[node].target, operator.attrgetter(node.target)(gm))
     results: Any = gm.graph.output_node().args[0]
-    return torch.fx.map_arg(results, made.__getitem__)  # type: ignore[no-any-return]
+    found: Sequence[Any] = torch.fx.map_arg(results, made.__getitem__)
+    return found
 
 
 def agreed(norms: Sequence[torch.Tensor], found: torch.Tensor | None, ranks: str) -> GraphModule:

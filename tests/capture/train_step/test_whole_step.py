@@ -10,7 +10,7 @@ from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.capture.train_step.deferred_forward import CHANGED, OTHER, READ, PendingResult
+from dcompile.capture.train_step.deferred_forward import CHANGED, OTHER, READ, SCALED, PendingResult
 from dcompile.capture.train_step.optimizer_step import FORWARD
 from dcompile.errors import DcompileError
 
@@ -100,7 +100,7 @@ def test_one_program_has_the_bits_of_forward_and_backward_by_themselves(optimize
     data = batches(6 * accumulate)
     check_equal(one, other, one.train(data, accumulate), other.train(data, accumulate))
     assert one.step.whole == 5 and other.step.whole == 0 and other.step.joined >= 5
-    assert sum(other.step.forwards.apart.values()) == 6
+    assert sum(other.step.forwards.separate.values()) == 6
 
 
 class Drop(nn.Dropout):
@@ -266,7 +266,7 @@ def test_whatever_else_loss_fn_does_gives_eagers_parameters(loss_fn, always):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-5)
     assert one.step.whole == (0 if always else 2)
     if not always:
-        assert one.step.forwards.apart[FORWARD if loss_fn is twice else READ] == 3
+        assert one.step.forwards.separate[FORWARD if loss_fn is twice else READ] == 3
 
 
 class Pair(Net):
@@ -290,7 +290,7 @@ def test_another_loss_than_that_of_the_first_step_is_right(monkeypatch):
         optimizer.zero_grad()
     for mine, its in zip(one.module.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-5)
-    assert one.step.whole == 3 and one.step.forwards.apart[OTHER] == 1
+    assert one.step.whole == 3 and one.step.forwards.separate[OTHER] == 1
 
 
 def test_a_hook_of_a_parameter_or_of_the_optimizer_is_called():
@@ -391,4 +391,4 @@ def test_older_gradients_of_changed_parameters_are_an_error_as_in_eager():
 def test_a_grad_scaler_keeps_its_own_way():
     one = Trained(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     one.train(batches(4))
-    assert one.step.whole == 0 and one.step.joined == 3
+    assert one.step.whole == 0 and one.step.joined == 3 and one.step.forwards.separate == {SCALED: 4}

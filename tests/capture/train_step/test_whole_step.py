@@ -125,6 +125,30 @@ def test_random_numbers_and_buffers_are_those_of_the_forward_by_itself(middle):
         assert mine._version == its._version > 0
 
 
+class Rows(Net):
+    """A model whose other result is a view of a product."""
+
+    def forward(self, x, y):
+        found = self.body(x.view(2, -1, 16)).view(-1, 4)
+        return nn.functional.mse_loss(found.float(), y), found.view(2, -1, 4)
+
+
+def test_a_step_under_autocast_whose_results_are_views_is_one_program(monkeypatch):
+    def cast(loss_fn):
+        def under_autocast(module, batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss_fn(module, batch)
+
+        return under_autocast
+
+    monkeypatch.setitem(globals(), "Net", Rows)
+    one, other = Trained(cast(own_loss), clip_norm=0.1), Trained(cast(read_loss), clip_norm=0.1)
+    check_equal(one, other, one.train(batches(4)), other.train(batches(4)))
+    with torch.autocast("cpu", torch.bfloat16):  # around the whole step
+        check_equal(one, other, one.train(batches(3)), other.train(batches(3)))
+    assert one.step.whole >= 5
+
+
 def test_another_batch_size_and_a_scheduler_need_nothing_but_a_program():
     one, other = Trained(own_loss, "AdamW"), Trained(read_loss, "AdamW")
     results = []

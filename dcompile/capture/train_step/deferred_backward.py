@@ -310,10 +310,13 @@ class DeferredBackward:
                 parameter.grad = gradient
         self.args.clear()
 
-    def run_inside(self, run: Callable[[], tuple[Any, ...]]) -> None:
-        """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
+    def run_inside(self, run: Callable[[], tuple[Any, ...]], count: int | None = None) -> None:
+        """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`.
+
+        `count`: number of the parameters that it is about, the first ones; all without it.
+        """
         with self.backward.reducing(), compat.autograd.record_autograd():
-            _Replay.apply(run, *self.leaves).backward()  # type: ignore[no-untyped-call]
+            _Replay.apply(run, *self.leaves[:count]).backward()  # type: ignore[no-untyped-call]
 
 
 def changes_of(read: Sequence[Any]) -> tuple[list[int], list[int]]:

@@ -89,8 +89,8 @@ BOTH = (BASE, "dcompile")
 RECORDED = (*BOTH, "dcompile reduce-overhead")
 BLOCKS = ("eager", BASE, "dcompile by blocks", "dcompile")
 STEPS = (
-    BASE, "torch.compile reduce-overhead", "dcompile", "dcompile step", "dcompile reduce-overhead",
-    "dcompile reduce-overhead step",
+    BASE, "torch.compile reduce-overhead", "dcompile", "dcompile step", "dcompile train_step",
+    "dcompile reduce-overhead", "dcompile reduce-overhead step", "dcompile reduce-overhead train_step",
 )  # fmt: skip
 BUDGETS = (BASE, "dcompile", "dcompile budget auto", "dcompile budget base")
 BITWISE = ("eager", "torch.compile aot_eager", "dcompile bitwise", "dcompile")
@@ -147,7 +147,7 @@ LINES = {
     "8B-layers-fsdp2-float8": Line(SHAPES["8B-layers"], "fsdp2", float8=0.77, peers=FLOAT8),
     "tiny-fsdp2-float8": Line(TINY, "fsdp2", float8=0.77, peers=FLOAT8),
     "tiny-ddp": Line(TINY, "ddp"),
-    "tiny-ddp-step": Line(TINY, "ddp", clips=True, peers=(BASE, "dcompile step")),
+    "tiny-ddp-step": Line(TINY, "ddp", clips=True, peers=(BASE, "dcompile step", "dcompile train_step")),
     "tiny-fsdp2": Line(TINY, "fsdp2"),
     "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
     "tiny-fsdp2-blocks": Line(TINY, "fsdp2", whole=1.03, precision="mixed", peers=BLOCKS),
@@ -160,6 +160,7 @@ PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
     "dcompile by blocks", "dcompile by blocks reduce-overhead", "dcompile step", "dcompile reduce-overhead step",
+    "dcompile train_step", "dcompile reduce-overhead train_step",
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
     "torch.compile aot_eager", "dcompile bitwise", "dcompile sentinel",
     "dcompile budget auto", "dcompile budget base", "dcompile budget 0.75", "dcompile budget 0.5",
@@ -173,6 +174,7 @@ PEERS = (
 dcompile's own peak without a budget. For torch.compile it is the setting activation_memory_budget of its functorch.
 
 `step` gives dcompile the optimizer, whose updates then run in the backward's program or in one of their own.
+`train_step` is dcompile's function for a whole step: where it can be, forward, backward and update are one program.
 
 Peers with `+ optimizer` compile AdamW's step, too. For torch.compile it has many small operations (`foreach`), since
 torch.compile cannot compile the fused one."""
@@ -283,7 +285,11 @@ class Training(Peer):
         kind = {"foreach": True} if many else {"fused": True}
         optimizer = torch.optim.AdamW if line.momentum else torch.optim.SGD
         self.optimizer = optimizer(self.call.parameters(), lr=1e-4, **kind)
-        if given:
+        self.whole: Callable[[Any], Any] | None = None
+        """The function of a batch that makes a step, if the peer is one."""
+        if name.endswith("train_step"):
+            self.whole = self._train_step(name)
+        elif given:
             self.call = compiler(name)(self.call, optimizer=self.optimizer)
         if "float8" in name.split() and "own" not in name.split():
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -298,14 +304,36 @@ class Training(Peer):
         self.warm_up_s = time.perf_counter() - began
         self.checksum = checksum(self.call.parameters()) if line.deterministic else None
 
+    def _loss(self) -> Any:
+        import torch
+
+        with torch.autocast(self.job.device.type, torch.bfloat16, enabled=self.line.precision == "amp"):
+            return self.call(input_ids=self.tokens, labels=self.tokens).loss
+
+    def _train_step(self, name: str) -> Callable[[Any], Any]:
+        import dcompile
+
+        clips, settings = self.line.batches > 1 or self.line.clips, compiler(name).keywords  # type: ignore[attr-defined]
+        return dcompile.train_step(
+            self.call,
+            lambda _model, _batch: self._loss(),
+            self.optimizer,
+            clip_norm=CLIP if clips else None,
+            accumulate=self.line.batches,
+            **settings,
+        )
+
     def step(self) -> Any:
         """Run one step; return the loss."""
         import torch
 
+        if self.whole is not None:
+            loss = self.whole([None] * self.line.batches).loss
+            self.scales()
+            return loss
         for batch in range(self.line.batches):
             with self._reducing(batch + 1 == self.line.batches):
-                with torch.autocast(self.job.device.type, torch.bfloat16, enabled=self.line.precision == "amp"):
-                    loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
+                loss = self._loss()
                 (loss / self.line.batches).backward() if self.line.batches > 1 else loss.backward()
         if self.line.batches > 1 or self.line.clips:
             torch.nn.utils.clip_grad_norm_(self.call.parameters(), CLIP)
@@ -354,7 +382,13 @@ class Training(Peer):
         step = None if model is None else model.step
         if step is None:
             return {}
-        return {"joined": step.joined, "updated": step.updated, "apart": dict(step.separate), "eager": dict(step.eager)}
+        found = {"whole": step.whole, "not whole": dict(step.forwards.separate)}
+        return found | {
+            "joined": step.joined,
+            "updated": step.updated,
+            "apart": dict(step.separate),
+            "eager": dict(step.eager),
+        }
 
     def _explained(self, timelines: str) -> dict[str, Any]:
         """Return the receipt, and dcompile.profile's figures of each collective; its timelines go to `timelines`."""

@@ -30,6 +30,7 @@ from dcompile.capture.dynamo_backend import (
     leave_gradients_absent,
     run_new_overlaps_eagerly,
     view_results_without_gradients,
+    wait_for_step,
     watch_replaced_parameters,
 )
 from dcompile.capture.passes.dynamo.attention_masks import (
@@ -195,6 +196,8 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
 GRAPH_WRAPPERS: tuple[Row, ...] = (
     Row(watch_replaced_parameters),
     Row(leave_gradients_absent),
+    # a forward that waits has no results yet for what is above to mark
+    Row(wait_for_step),
     # the views have a graph's results as bases, not what a caller's tensors become below
     Row(view_results_without_gradients),
     Row(convert_distributed_tensors),

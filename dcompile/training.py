@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import api
 from dcompile.capture.entry import find_model
+from dcompile.capture.train_step.deferred_forward import SCALED
 from dcompile.errors import DcompileError
 
 
@@ -46,9 +47,10 @@ class TrainStep:
         """
         batches = [batch] if self.accumulate == 1 else self._micro_batches(batch)
         try:
-            last = len(batches) - 1
-            losses = [self._backward(each, number == last) for number, each in enumerate(batches)]
-            norm = self._finish()
+            losses = [self._backward(each) for each in batches[:-1]]
+            loss, is_planned = self._last(batches[-1])
+            norm = self._finish(is_planned)
+            losses.append(loss.detach())
         except BaseException:
             self._step.drop()
             self.optimizer.zero_grad(set_to_none=True)
@@ -65,19 +67,43 @@ class TrainStep:
             )
         return batch
 
-    def _backward(self, batch: Any, last: bool) -> torch.Tensor:
-        """Run forward and backward of one micro-batch; only the last one's backward reduces gradients."""
-        with self._reducing(last):
-            loss = self.loss_fn(self.model, batch)
-            if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-                what = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise DcompileError(
-                    f"dcompile: train_step's loss_fn(model, batch) must return a loss without dimensions that depends "
-                    f"on the model's parameters, and returned {what}; return, for example, loss.mean()"
-                )
-            scaled = loss if self.accumulate == 1 else loss / self.accumulate
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+    def _backward(self, batch: Any) -> torch.Tensor:
+        """Run forward and backward of a micro-batch that others follow; it reduces no gradients."""
+        with self._reducing(False):
+            loss = self._loss(batch)
+            self._run_backward(loss)
         return loss.detach()
+
+    def _last(self, batch: Any) -> tuple[torch.Tensor, bool]:
+        """Run forward and backward of the last micro-batch, or plan both as one program with the update.
+
+        Return the loss, and whether they are planned.
+        """
+        forwards, parts = self._step.forwards, self.accumulate
+        with forwards.allowed() if self.scaler is None else contextlib.nullcontext():
+            loss = self._loss(batch)
+        if self.scaler is None:
+            is_planned = self._step.begin_whole(loss, self.clip_norm, parts)
+        else:
+            is_planned, forwards.reason = False, SCALED
+            forwards.separate[SCALED] += 1
+        if not is_planned:
+            self._run_backward(loss)
+        return loss, is_planned
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        loss = self.loss_fn(self.model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+            what = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise DcompileError(
+                f"dcompile: train_step's loss_fn(model, batch) must return a loss without dimensions that depends "
+                f"on the model's parameters, and returned {what}; return, for example, loss.mean()"
+            )
+        return loss
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        scaled = loss if self.accumulate == 1 else loss / self.accumulate
+        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
     @contextlib.contextmanager
     def _reducing(self, last: bool) -> Iterator[None]:
@@ -96,20 +122,24 @@ class TrainStep:
         else:
             yield
 
-    def _finish(self) -> torch.Tensor | None:
-        """Clip and update."""
+    def _finish(self, is_planned: bool) -> torch.Tensor | None:
+        """Clip and update; `is_planned`: as one program with forward and backward."""
+        if is_planned:
+            self.optimizer.step()
+            norm: torch.Tensor | None = self._step.newest_norm
+            return norm
         if self.scaler is not None and self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = None
+        clipped = None
         if self.clip_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            norm = self._step.clip(parameters, self.clip_norm)
+            clipped = self._step.clip(parameters, self.clip_norm)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        return None if norm is None else self._step.known(norm)
+        return None if clipped is None else self._step.known(clipped)
 
     @property
     def _step(self) -> Any:
@@ -135,7 +165,8 @@ def train_step(
     norm and scales nothing. `accumulate`: micro-batches of a step, whose gradients are averaged. `scaler`:
     torch.amp.GradScaler, whose unscaling, check and skipped update are part of the step. `settings`: those of
     `dcompile.compile`. Model, optimizer, scheduler and scaler stay the caller's objects, and
-    `docs/guide/train-step.md` says which steps are one program.
+    `docs/guide/train-step.md` says which steps are one program: with the forward, if `loss_fn` returns the model's own
+    loss as it is.
 
     Raises DcompileError for settings that make no sense.
     """

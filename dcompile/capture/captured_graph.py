@@ -135,6 +135,8 @@ class CapturedGraph:
         """Lines for the receipt about changes to the graph."""
         self.fallbacks: Counter[str] = Counter()
         """Reason -> count of runs without dcompile's kernels that are due to the way the graph is called."""
+        self.late_forward: Any = None
+        """Its forward, if it can run in one program with backward and update (`graph_programs.GraphForward`)."""
         self.backward_graph: Any = None
         """The partition's backward, until the forward is compiled."""
         model.graphs.append(self)

@@ -29,7 +29,7 @@ from dcompile.capture.aliasing.input_memory import as_traced, watched_inputs
 from dcompile.capture.aliasing.output_views import view_without_gradients
 from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.graph_programs import GraphPrograms
+from dcompile.capture.graph_programs import SHARDED, GraphPrograms
 from dcompile.logs import dump
 from dcompile.passes import Row
 
@@ -268,6 +268,26 @@ def leave_gradients_absent(compiled: Compiled, around: WrapperRequest) -> Compil
         return results
 
     return leaving
+
+
+def wait_for_step(compiled: Compiled, around: WrapperRequest) -> Compiled:
+    """Let a forward wait for the update that `train_step` makes behind it."""
+    graph, step = around.graph, around.graph.model.step
+    forward = graph.late_forward
+    if step is None or forward is None:
+        return compiled
+    if around.boundary.inputs is not None:
+        forward.objection = SHARDED
+
+    def waiting(*args: Any) -> Any:
+        may_wait = step.forwards.may_wait
+        pending = step.defer_forward(forward, compiled, args) if may_wait else None
+        results = compiled(*args) if pending is None else pending
+        if may_wait and pending is None:
+            step.forwards.note_results(forward, results)
+        return results
+
+    return waiting
 
 
 def view_results_without_gradients(compiled: Compiled, around: WrapperRequest) -> Compiled:

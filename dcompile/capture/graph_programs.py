@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,9 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_of,
 )
 from dcompile.capture.services import GradientBuckets
+from dcompile.capture.train_step.deferred_backward import WHOLE, WITH_UPDATES
+from dcompile.capture.train_step.optimizer_step import FORWARD
+from dcompile.capture.train_step.step_graph import forward_and_backward
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.device_traits import traits_of
 from dcompile.errors import DcompileError
@@ -50,7 +54,7 @@ BATCHED_GRADIENTS = "backward of batched gradients"
 BATCHED_NOTE = (
     "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
 )
-FORWARD = "another forward ran before the step"
+SEVERAL, SHARDED = "the model is several graphs", "parameters are sharded, or DTensors"
 FIRST_BACKWARD = "the first backward of a graph runs at once, and tells which gradients exist"
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
@@ -79,6 +83,10 @@ class GraphPrograms:
         self._numbers: tuple[int, ...] = ()
         """Positions of the forward's inputs that are numbers."""
         self.state: BackwardState | None = None
+        self.late: GraphBackward | None = None
+        """The backward, if it can run with an update."""
+        self._recorded: tuple[Any] | None = None
+        """The token of a forward that runs later than its call."""
 
     def build(self, gm: Any, kind: Any, name: str = "", foreseen: Foreseen | None = None, **more: Any) -> Executable:
         """Compile a graph to a program of a kind. `more`: parts of the request. `foreseen`: see `Compiler`."""
@@ -97,12 +105,12 @@ class GraphPrograms:
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         if self.model.settings.config.triton_cudagraphs and not traits_of(self.graph.device.type).is_host:
             donated = ()  # only a call can check for other references to a saved tensor; a replay cannot
-        found = self.adapter.communicators()
+        found, is_whole = self.adapter.communicators(), name == WHOLE  # whose inputs are the forward's
         return Request(
             name=f"{name or kind}{self.graph.number}",
             kind=kind,
             donated=donated,
-            saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
+            saved=() if kind != "backward" or is_whole else tuple(p for p in saved_positions(gm) if p not in empty),
             **describe_machine(self.model, gm, self.graph.device, found, self._copied(found)),
             **more,
         )
@@ -184,10 +192,13 @@ class GraphPrograms:
         """Compile the forward of a training graph."""
         opaque = remove_opaque_objects(gm)
         position, shown = take_sync_token(gm), opaque.result_place(self.graph.facts.results)
+        traced = None if self.model.step is None else compat.aot.lazy_graph_module(gm, _copied(gm))
         return_input_views(gm, opaque.views(compat.aot_metadata.looks_at_inputs()))
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views, constant = compat.aot_metadata.take_views(), compat.aot_metadata.constant_results()
+        if traced is not None:
+            self.graph.late_forward = GraphForward(self, traced, shown, opaque)
         request = OutputRequest(shown, opaque.result_places(views), opaque.result_places(constant))
         steps = plan_outputs(self._output_steps, gm, request, "forward")
         self._return_visible(gm, shown)
@@ -198,8 +209,10 @@ class GraphPrograms:
         def forward(args: list[Any]) -> list[Any]:
             if model.step is not None:
                 model.step.settle(FORWARD)
-            newest = model.newest
-            if position is not None or model.calls or newest is None or newest.graphs != alone:
+            newest, token = model.newest, None
+            if self._recorded is not None:
+                (token,) = self._recorded
+            elif position is not None or model.calls or newest is None or newest.graphs != alone:
                 token = model.record_forward(self.graph)
             results = list(gathering(args))
             for step, plan in steps:
@@ -258,6 +271,7 @@ class GraphPrograms:
         if step is None:
             return opaque.around(run)
         late, count = GraphBackward(self, gm, opaque, position, run), len(gm.graph.output_node().args[0])
+        self.late = late
 
         def backward(args: list[Any]) -> list[Any]:
             return [None] * count if step.defer(late, args) else run(args)
@@ -279,6 +293,15 @@ class GraphPrograms:
         self.graph.notes += [] if BATCHED_NOTE in self.graph.notes else [BATCHED_NOTE]
         self.graph.fallbacks[BATCHED_GRADIENTS] += 1
         return run_batched(gm, args, bool(self.graph.sharded))
+
+    @contextlib.contextmanager
+    def running_later(self, token: Any) -> Iterator[None]:
+        """Run a forward in this context whose call has been recorded already, and had this token."""
+        self._recorded = (token,)
+        try:
+            yield
+        finally:
+            self._recorded = None
 
     @property
     def _exchanged(self) -> frozenset[int]:
@@ -365,6 +388,8 @@ class GraphBackward:
     The first one runs at once: ranks compare plans in it, and it tells which gradients are absent.
     """
 
+    name = WITH_UPDATES
+
     def __init__(
         self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, position: int | None, run: Boxed
     ) -> None:
@@ -416,6 +441,15 @@ class GraphBackward:
         """Return a context in which it reduces gradients, whatever was set since it was to run."""
         return self._graph.sync.reducing()
 
+    @property
+    def has_token(self) -> bool:
+        """Whether its forward saves whether it reduces gradients."""
+        return self._token is not None
+
+    def reduces_all(self, token: int) -> bool:
+        """Does it reduce gradients, with this token?"""
+        return self._programs.reduces_all(token)
+
     def why_alone(self) -> str:
         """Return why it always runs at once; empty if it can wait."""
         reason = self._reason or self._graph.sync.why_updates_apart(self._graph)
@@ -423,14 +457,11 @@ class GraphBackward:
 
     def waits(self, args: Sequence[Any]) -> bool:
         """Can the backward wait? It has run before, with these gradients; no micro-batch under no_sync can."""
-        state = self._programs.state
-        if state is None or (self._token is not None and not self._programs.reduces_all(int(args[self._token]))):
+        if self._token is not None and not self._programs.reduces_all(int(args[self._token])):
             return False
-        if self._lacks is None:
-            self._lacks = state.lacks
-            self._kept = [n for n in range(len(args) - (self._token is not None)) if n not in self._lacks]
-            if absent_results(self._whole, self._lacks):
-                self._reason = "a gradient of a parameter is absent"
+        if not self._knows_absent():
+            return False
+        assert self._lacks is not None, "known by now"
         shift = len(args) if self._token is None else self._token
         for place in self._tangents:
             tangent = args[place + (place >= shift)]
@@ -440,6 +471,37 @@ class GraphBackward:
             elif place in self._lacks or tangent.is_neg() or self._is_batch(tangent):
                 return False
         return not self._reason
+
+    def _knows_absent(self) -> bool:
+        """Has a first backward told which gradients are absent?"""
+        state = self._programs.state
+        if state is not None and self._lacks is None:
+            self._lacks = state.lacks
+            count = len(self._whole.graph.find_nodes(op="placeholder"))
+            self._kept = [n for n in range(count) if n not in self._lacks]
+            if absent_results(self._whole, self._lacks):
+                self._reason = "a gradient of a parameter is absent"
+        return state is not None
+
+    def why_not_whole(self) -> str:
+        """Return why it cannot run in one program with its forward; empty if it can."""
+        if not self._knows_absent():
+            return FIRST_BACKWARD
+        if self._graph.sync.sharded is not None or self._graph.sync.scatters:
+            return SHARDED
+        return self.why_alone() or ("" if self.loss is not None else "backwards do not begin at one loss alone")
+
+    @functools.cached_property
+    def loss(self) -> int | None:
+        """Position of the forward's result that backwards begin at, a number; None for another kind.
+
+        It is asked for once a backward has run.
+        """
+        nodes = self.gm.graph.find_nodes(op="placeholder")
+        begins = [node for node in nodes if compat.aot_metadata.is_tangent(node)]
+        if len(begins) != 1 or begins[0] is not nodes[-1] or begins[0].meta["val"].ndim:
+            return None
+        return compat.aot_metadata.result_index(begins[0])
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """Return the program's inputs, without the token and absent gradients."""
@@ -474,6 +536,144 @@ class GraphBackward:
         strategy = self._graph.sync.by_token(token)
         call = BackwardCall(self._graph, program, self._buckets.get(program), inputs, sync, ())
         return self._separate.of(id(program), strategy.run_backward(call))
+
+
+class GraphForward:
+    """A graph's forward for `train_step.WaitingForwards`, which may run it later, with its backward and an update."""
+
+    def __init__(self, programs: GraphPrograms, gm: Any, results: int, opaque: OpaqueObjects) -> None:
+        """Note a forward's graph as it was traced. `results`: number of its results."""
+        self._programs, self._count = programs, results
+        self.returned: int | None = None
+        self.objection = compat.aot_metadata.why_wrapped()
+        learning = compat.aot_metadata.learning_results()
+        self._changed = compat.aot_metadata.changed_in_graph()
+        self._gm = gm
+        self._known: dict[Any, WholeStep] = {}
+        inputs = gm.graph.find_nodes(op="placeholder")
+        shown = gm.graph.output_node().args[0][:results]
+        if opaque.inputs:
+            self.objection = "the graph has DTensors"
+        elif programs.graph.may_be_partial:
+            self.objection = SEVERAL
+        elif any(True for _ in own_collectives(gm)):
+            self.objection = "the model's own collectives run in the forward"
+        elif not all(isinstance(node.meta.get("val"), torch.Tensor) for node in (*inputs, *shown)):
+            self.objection = "sizes are symbols, or a result is no tensor"
+        elif programs.graph.facts.without_gradients:
+            self.objection = "a result is a view without a gradient"
+        self.results = [] if self.objection else [(node.meta["val"], n in learning) for n, node in enumerate(shown)]
+        """A fake tensor like each result, and whether that requires a gradient."""
+
+    @property
+    def loss(self) -> int:
+        """Position of the one result that backwards begin at."""
+        late = self._programs.late
+        assert late is not None and late.loss is not None, "asked where it can wait"
+        return late.loss
+
+    def why_not_waiting(self, args: Sequence[Any]) -> str:
+        """Return why it runs at once with these arguments; empty if it can wait."""
+        programs, model = self._programs, self._programs.model
+        late = programs.late
+        if self.objection or late is None:
+            return self.objection or FIRST_BACKWARD
+        if (programs.graph.number,) not in model.variants:
+            return SEVERAL
+        if torch.is_anomaly_enabled() or compat.dispatch_watch.saved_tensor_hooks() is not None:
+            return "what a forward saves is watched"
+        return late.why_not_whole()
+
+    def begin(self) -> torch.Tensor | None:
+        """Record that the forward runs in the current call; return its token."""
+        return self._programs.model.record_forward(self._programs.graph)
+
+    def run(self, compiled: Callable[..., Sequence[Any]], args: Sequence[Any], token: Any) -> list[Any]:
+        """Run the forward by itself, as it would have run in the call that `begin` has recorded."""
+        with self._programs.running_later(token):
+            return [*compiled(*args)]
+
+    def whole(self, kept: tuple[int, ...], share: float, token: Any) -> WholeStep:
+        """Return the forward with its backward as one graph; see `train_step.LateForward`."""
+        late = self._programs.late
+        assert late is not None, "asked where it can wait"
+        number = 0 if token is None else int(token)
+        key = late, kept, share, number
+        if key not in self._known:
+            self._known[key] = WholeStep(late, self._gm, self._count, kept, share, number, self._changed)
+        return self._known[key]
+
+
+def _copied(gm: Any) -> Any:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {})).meta = dict(gm.graph.output_node().meta)
+    return graph
+
+
+class WholeStep:
+    """A graph's forward and backward, which run with an update as one program; a `train_step.LateBackward`."""
+
+    name = WHOLE
+
+    def __init__(
+        self,
+        late: GraphBackward,
+        forward: Any,
+        results: int,
+        kept: tuple[int, ...],
+        share: float,
+        token: int,
+        changed: tuple[int, ...],
+    ) -> None:
+        self._late, self._forward, self._token, self._changed = late, forward, token, changed
+        self._form = results, kept, share
+        self.leaves, self.numbers, self.owners, self.dtypes = late.leaves, late.numbers, late.owners, late.dtypes
+        self.ranks = late.ranks
+        self.begin_waiting, self.reducing = late.begin_waiting, late.reducing
+
+    @property
+    def gm(self) -> Any:
+        """The graph of forward and backward."""
+        return forward_and_backward(self._forward, self._late.gm, *self._form)
+
+    def why_alone(self) -> str:
+        """Return why it always runs at once; empty if it can wait."""
+        return self._late.why_not_whole()
+
+    def waits(self, args: Sequence[Any]) -> bool:
+        """Can it wait? A micro-batch under no_sync cannot."""
+        return not self._late.has_token or self._late.reduces_all(self._token)
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """Return the program's inputs."""
+        return [*args]
+
+    def take(self, args: list[Any]) -> tuple[int, list[Any]]:
+        """Return the token and the program's inputs; empty the arguments."""
+        inputs = [*args]
+        args.clear()
+        return self._token, inputs
+
+    def build(self, gm: Any, name: str) -> Executable:
+        """Compile a graph that begins with the forward."""
+        return self._late.build(gm, name)
+
+    def build_apart(self, gm: Any, name: str) -> Executable:
+        """Compile a graph of updates alone, or of a norm."""
+        return self._late.build_apart(gm, name)
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Refuse to run by itself: forward and backward then run one after the other."""
+        raise AssertionError("a whole step runs with its update")
+
+    def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
+        """Run a program of `build`."""
+        changed = [inputs[place] for place in self._changed]
+        with compat.autograd.without_autocast()():  # the forward was traced below it
+            results = self._late.run_joined(program, token, inputs)
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+        return results
 
 
 def describe_machine(

@@ -138,6 +138,32 @@ def result_kinds() -> dict[int, tuple[str, bool]]:
     return {place: (info.output_type.name, info.requires_grad) for place, info in enumerate(shown)}
 
 
+def why_wrapped() -> str:
+    """Why AOTAutograd's own code around a forward and its backward matters; "" if it does nothing. Inside a compiler.
+
+    It changes inputs or results after the program, or takes tensor subclasses apart, or saves more than tensors.
+    """
+    from dcompile.compat.patches.lean_wrappers import saves_plain
+
+    metadata = _metadata()
+    if metadata is None:
+        return "AOTAutograd's metadata is unknown"
+    try:
+        if not saves_plain(metadata) or metadata.dynamic_outputs:
+            return "AOTAutograd changes inputs or results after the program"
+    except AttributeError:  # a torch with other names
+        return "AOTAutograd's metadata is unknown"
+    subclasses = getattr(metadata, "subclass_inp_meta", None) or ()
+    is_subclass = any(type(meta).__name__ == "SubclassCreationMeta" for meta in subclasses)
+    return "inputs are of a tensor subclass" if is_subclass else ""
+
+
+def changed_in_graph() -> tuple[int, ...]:
+    """Positions of inputs that the graph itself writes to, and whose versions tell of it. Inside a compiler."""
+    metadata = _metadata()
+    return () if metadata is None else tuple(metadata.mutated_graph_handled_indices_seen_by_autograd)
+
+
 def returned_changes(gm: Any) -> dict[Any, Any]:
     """Placeholders of inputs that AOTAutograd changes after this graph -> the results that it copies to them."""
     output = gm.graph.output_node()

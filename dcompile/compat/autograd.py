@@ -37,6 +37,19 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def set_only_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a hook on the gradient of a new leaf, which nobody removes.
+
+    A removable one has a number: `compat.hooks` would look at all modules again because numbers have gone on.
+    """
+    from collections import OrderedDict
+
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor._backward_hooks = OrderedDict([(0, hook)])
+
+
 def have_leaf_hooks(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether hooks look at gradients of these parameters before or after they are added to `.grad`."""
     hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -101,6 +114,14 @@ def quick_grad_mode() -> Callable[[bool], None]:
     """Setter of this thread's grad mode. torch.no_grad() takes five calls."""
     set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
     return set_grad_enabled
+
+
+def without_autocast() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return the class of contexts in which operators cast nothing by themselves."""
+    import torch
+
+    disabled: Any = torch._C._DisableAutocast
+    return disabled  # type: ignore[no-any-return]
 
 
 def forward_derivatives() -> Any:

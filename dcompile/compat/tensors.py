@@ -342,9 +342,35 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
-def count_all(steps: list[torch.Tensor]) -> None:
-    """Add 1 to each, in few launches on a GPU; on a CPU, a number would become a tensor for each of them."""
-    torch._foreach_add_(steps, torch.ones((), device="cpu") if steps[0].is_cpu else 1)
+class StepCounters:
+    """Counters that are tensors, one for each parameter, to all of which 1 is added in each step.
+
+    On a GPU that is a launch or two. On a CPU, float32 is counted in memory itself: for 147 counters, 75 us where ATen
+    takes 670 (a busy core).
+    """
+
+    def __init__(self, steps: list[torch.Tensor]) -> None:
+        import ctypes
+
+        self.steps = steps
+        self._places = [*map(torch.Tensor.data_ptr, steps)]
+        plain = all(x.is_cpu and x.dtype is torch.float32 and x.numel() == 1 for x in steps)
+        self._cells = [*map(ctypes.c_float.from_address, self._places)] if plain else []
+
+    def are(self, steps: list[torch.Tensor]) -> bool:
+        """Are these the same tensors, in the same memory?"""
+        if len(steps) != len(self.steps) or not all(map(operator.is_, steps, self.steps)):
+            return False
+        return [*map(torch.Tensor.data_ptr, steps)] == self._places
+
+    def count(self) -> None:
+        """Add 1 to each, if `are` has found them."""
+        if not self._cells:  # a number would become a tensor for each of them on a CPU
+            torch._foreach_add_(self.steps, torch.ones((), device="cpu") if self.steps[0].is_cpu else 1)
+            return
+        for cell in self._cells:
+            cell.value += 1
+        torch.autograd.graph.increment_version(self.steps)
 
 
 def lazy_functions() -> dict[str, Any]:
@@ -444,13 +470,21 @@ def move_graph_to_gpu(gm: Any) -> None:
     gm.recompile()
 
 
-def without_memory(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device | None = None) -> Any:
+def without_memory(
+    kind: type[torch.Tensor], like: torch.Tensor, device: torch.device | None = None, learns: bool = False
+) -> Any:
     """Return a tensor of a subclass with another one's shape, strides and dtype, and no memory.
 
-    `device`: its device, if it is not the other one's.
+    `device`: its device, if it is not the other one's. `learns`: whether it requires a gradient.
     """
     return torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout
+        kind,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=device or like.device,
+        layout=like.layout,
+        requires_grad=learns,
     )
 
 

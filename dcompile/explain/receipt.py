@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from typing import Any
@@ -16,7 +17,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing import input_memory
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.train_step.deferred_backward import WITH_NORMS, WITH_UPDATES
+from dcompile.capture.train_step.deferred_backward import WHOLE, WITH_NORMS, WITH_UPDATES
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport
 from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
@@ -339,8 +340,15 @@ def _named_reports(model: CompiledModel, variant: Variant) -> dict[str, ProgramR
         f"{name}{number}": executable.report
         for number, programs in graphs
         for name, executable in programs.items()
-        if WITH_UPDATES not in programs or name not in ("backward", WITH_NORMS)  # the one contains the others
+        if name not in _contained(programs)
     }
+
+
+def _contained(programs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return names of programs whose steps another one contains."""
+    if WHOLE in programs:
+        return "forward", "backward", WITH_NORMS, WITH_UPDATES
+    return ("backward", WITH_NORMS) if WITH_UPDATES in programs else ()
 
 
 def _weaker(model: CompiledModel, variant: Variant) -> dict[str, dict[str, list[str]]]:

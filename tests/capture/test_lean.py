@@ -42,6 +42,45 @@ def test_a_plain_graph_takes_the_short_way():
     assert is_lean(compiled(torch.randn(3, requires_grad=True), torch.randn(3)))
 
 
+class TimesWeight(torch.nn.Module):
+    """A product in bfloat16 under autocast, and a sum in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
+
+    def forward(self, x):
+        return (x @ self.weight).float().square().sum()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_graph_under_autocast_takes_the_short_way_and_casts_what_eager_casts(around):
+    """`around`: whether the backward runs under autocast, too, where the graph's operators must cast nothing."""
+    eager, model = TimesWeight(), TimesWeight()
+    dcompile.compile(model)
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        losses = []
+        for each in (eager, model):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(x)
+                if around:
+                    loss.backward()
+            if not around:
+                loss.backward()
+            losses.append(loss.detach())
+        assert is_lean(model_result(model, x))
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(model.weight.grad, eager.weight.grad)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x), eager(x))
+
+
+def model_result(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x)
+
+
 def test_tensors_that_a_graph_holds_are_inputs_too():
     """torch then puts them before the others, which it would not where its function is left out."""
     graph, held = torch.fx.Graph(), torch.nn.Linear(3, 2)

@@ -195,6 +195,59 @@ def resumed(way: str) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
 
 
+class _WithLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.body(batch[:, :16]), batch[:, 16:])
+
+
+def _of_model(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch)
+    return loss
+
+
+def _read(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch)
+    loss.detach().add(0)
+    return loss
+
+
+def whole(kind: str, clip: float | None, accumulate: int, alone: int | None = None) -> dict[str, Any]:
+    """Train by `train_step` under DDP with the forward in the step's program, and by itself.
+
+    On rank `alone`, every other step looks at the loss, so that its forward runs by itself.
+    """
+    found, states, counts = [], [], []
+    for loss_fn in (_read, _of_model):
+        model = DDP(_WithLoss(), bucket_cap_mb=0.004)
+        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 1e-3}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
+        step = dcompile.train_step(
+            model, loss_fn, optimizer, clip_norm=clip, accumulate=accumulate, options={"receipt": False}
+        )
+        data, said = iter(_batches(STEPS * accumulate, dist.get_rank())), []
+        for number in range(STEPS):
+            if loss_fn is _of_model and alone == dist.get_rank():
+                step.loss_fn = (_read, _of_model)[number % 2]
+            batch = [next(data) for _ in range(accumulate)]
+            result = step(batch[0] if accumulate == 1 else batch)
+            said += [float(result.loss), float(result.norm) if result.norm is not None else 0.0]
+        found.append(said)
+        states.append(_state(model, optimizer))
+        made = find_model(model)
+        assert made is not None and made.step is not None
+        counts.append((made.step.whole, made.step.joined, made.adapter.eligible))
+    difference = max(float((a - b).abs().max()) for a, b in zip(*states, strict=True))
+    checksum = [float(x.double().sum()) for x in states[1][:3]]
+    return {"losses": found, "state": difference, "counts": counts, "checksum": checksum}
+
+
 def by_step(way: str, clip: float | None, accumulate: int) -> dict[str, Any]:
     """The same through `train_step`."""
     losses, states = [], []

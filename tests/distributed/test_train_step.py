@@ -78,3 +78,22 @@ def test_training_that_is_saved_and_resumed_is_the_one_that_is_not_interrupted(r
 def test_train_step_gives_stocks_norms_and_parameters(ranks, way, clip, accumulate):
     for found in ranks.run(CASES + "by_step", 150, way=way, clip=clip, accumulate=accumulate):
         assert found["norms"] < 2e-6 and found["state"] < 1e-6, found
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("kind", "clip"), [("SGD", None), ("SGD", 0.05), ("AdamW", None), ("AdamW", 0.05)])
+def test_forward_backward_reduction_and_update_are_one_program_with_the_same_bits(ranks, kind, clip, accumulate):
+    first, second = ranks.run(CASES + "whole", 150, kind=kind, clip=clip, accumulate=accumulate)
+    for found in (first, second):
+        assert found["losses"][0] == found["losses"][1] and found["state"] == 0.0, found
+        assert found["counts"] == [(0, 4, True), (4, 0, True)], found
+    assert first["checksum"] == second["checksum"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_rank_whose_forward_runs_by_itself_reduces_the_same_buckets(ranks, clip):
+    first, second = ranks.run(CASES + "whole", 150, kind="SGD", clip=clip, accumulate=1, alone=1)
+    for found in (first, second):
+        assert found["losses"][0] == found["losses"][1] and found["state"] == 0.0, found
+    assert first["counts"][1] == (4, 0, True) and second["counts"][1] == (2, 2, True)
+    assert first["checksum"] == second["checksum"]

@@ -16,12 +16,23 @@ from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
-WITH_UPDATES, WITH_NORMS, UPDATE, NORM = "step", "norms", "update", "norm"
-"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone, the norm of all."""
+WITH_UPDATES, WITH_NORMS, UPDATE, NORM, WHOLE = "step", "norms", "update", "norm", "whole_step"
+"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone, the norm of all, and
+forward, backward and updates."""
+
+
+CHANGED = (
+    "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() and the "
+    "optimizer's step, in which the backward runs; change it before the forward or after the step, or compile without "
+    "optimizer="
+)
 
 
 class LateBackward(Protocol):
     """A graph's backward that can run later, alone or with more."""
+
+    name: str
+    """Name of its program with updates."""
 
     @property
     def gm(self) -> Any:
@@ -130,8 +141,12 @@ class DeferredBackward:
     """What `.grad` held when the backward began."""
     norms: dict[Any, Executable] = field(default_factory=dict)
     """Programs with norms, which all backwards of a graph share."""
-    marks: tuple[list[int], list[int]] = field(init=False)
+    marks: tuple[list[int], list[int]] | None = None
     """Versions and addresses of its arguments, when the backward was to run."""
+    clip: tuple[float, ...] = ()
+    """What is added to the norm, and the largest norm, if gradients that nobody sees are clipped."""
+    changed: str = CHANGED
+    """What to say if one of them is another when it runs."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
     unscaling: Unscaling | None = None
@@ -140,18 +155,13 @@ class DeferredBackward:
     """Members of its step, their numbers, the program of both, and where that finds parameters."""
 
     def __post_init__(self) -> None:
-        self.marks = self._marks()
+        if self.marks is None:
+            self.marks = self._marks()
 
     def _marks(self) -> tuple[list[int], list[int]]:
         """Return versions and addresses of what the backward reads: arguments, and shards that it gathers."""
-        read = [x for x in self.args if isinstance(x, torch.Tensor)]
-        if self.is_sharded:
-            read += map(compat.tensors.local_part, self.parameters)
-        try:
-            versions = list(map(operator.attrgetter("_version"), read))
-        except RuntimeError:  # those of inference mode have none
-            versions = [x._version for x in read if not x.is_inference()]
-        return versions, list(map(torch.Tensor.data_ptr, read))
+        more = map(compat.tensors.local_part, self.parameters) if self.is_sharded else ()
+        return changes_of([*self.args, *more])
 
     @property
     def is_sharded(self) -> bool:
@@ -162,11 +172,7 @@ class DeferredBackward:
         """Raise DcompileError if a tensor that the backward reads was changed since it was to run."""
         if self._marks() != self.marks:
             self.forget_unscaling()
-            raise DcompileError(
-                "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() "
-                "and the optimizer's step, in which the backward runs; change it before the forward or after the step, "
-                "or compile without optimizer="
-            )
+            raise DcompileError(self.changed)
 
     def forget_unscaling(self) -> None:
         """Let GradScaler start anew with later gradients: it will find none here."""
@@ -304,10 +310,23 @@ class DeferredBackward:
                 parameter.grad = gradient
         self.args.clear()
 
-    def run_inside(self, run: Callable[[], tuple[Any, ...]]) -> None:
-        """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
+    def run_inside(self, run: Callable[[], tuple[Any, ...]], count: int | None = None) -> None:
+        """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`.
+
+        `count`: number of the parameters that it is about, the first ones; all without it.
+        """
         with self.backward.reducing(), compat.autograd.record_autograd():
-            _Replay.apply(run, *self.leaves).backward()  # type: ignore[no-untyped-call]
+            _Replay.apply(run, *self.leaves[:count]).backward()  # type: ignore[no-untyped-call]
+
+
+def changes_of(read: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Return versions and addresses of the tensors among these values, which tell of changes."""
+    tensors = [x for x in read if isinstance(x, torch.Tensor)]
+    try:
+        versions = list(map(operator.attrgetter("_version"), tensors))
+    except RuntimeError:  # those of inference mode have none
+        versions = [x._version for x in tensors if not x.is_inference()]
+    return versions, list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _taken(results: list[Any], places: Sequence[int]) -> tuple[Any, ...]:

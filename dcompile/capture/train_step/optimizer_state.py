@@ -127,6 +127,8 @@ class Membership:
     firsts: list[int] = field(default_factory=list)
     """Where each member's first number is in the vector of numbers."""
     kinds: list[Kind] = field(default_factory=list)
+    counters: compat.tensors.StepCounters | None = None
+    """Counters that a step adds 1 to."""
 
     def fits(self, settings: Sequence[Any]) -> bool:
         """Is it still what the optimizer holds?"""
@@ -173,8 +175,10 @@ class Membership:
                         member.state[name] = value
                 counts[name] = value
         if counted:
+            if self.counters is None or not self.counters.are(counted):
+                self.counters = compat.tensors.StepCounters(counted)
             with torch.no_grad():
-                compat.tensors.count_all(counted)
+                self.counters.count()
         if is_known:  # else the counters are read again
             self.marks = self._marks()
 

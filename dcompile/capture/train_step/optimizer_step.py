@@ -23,16 +23,17 @@ from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import (
     NORM,
     UPDATE,
-    WITH_UPDATES,
     DeferredBackward,
     LateBackward,
     Unscaling,
 )
+from dcompile.capture.train_step.deferred_forward import CHANGED, OTHER, LateForward, PendingResult, WaitingForwards
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_not_traced
 from dcompile.capture.train_step.pending_gradient import PendingFlag, PendingGradient, PendingScalar, clipping
 from dcompile.capture.train_step.step_graph import ParameterUpdate, agreed, update_alone, with_updates
 from dcompile.capture.train_step.update_trace import is_independent
 from dcompile.collectives.contract import Executable
+from dcompile.device_traits import HOST
 from dcompile.errors import DcompileError
 
 FIRST = "the optimizer's state did not exist yet"
@@ -46,6 +47,7 @@ LISTED = next(map(sys.getrefcount, [object()]))
 """References to an object that only a list holds, as counted for all of a list."""
 NORMS = "norms of gradients were taken before the step"
 READ = "a gradient was read or changed before the step"
+FORWARD = "another forward ran before the step"
 
 
 class OptimizerStep:
@@ -71,6 +73,13 @@ class OptimizerStep:
         """Why the newest backward has not waited for the step."""
         self._open: Unscaling | None = None
         """Sharded gradients that this rank has unscaled, and whose infinities ranks have not told each other."""
+        self.forwards = WaitingForwards()
+        self.newest_norm: torch.Tensor | None = None
+        """Norm of the gradients of the newest step that was one program, if it clipped them."""
+        self._planned: DeferredBackward | None = None
+        """Forward and backward that run in the optimizer's next step."""
+        self.whole = 0
+        """Steps that were one program with their forward."""
         self.joined = 0
         """Steps that ran in the backward's program."""
         self.updated = 0
@@ -187,7 +196,9 @@ class OptimizerStep:
                 parameter.grad = gradient
 
     def drop(self) -> None:
-        """Forget a backward that waits and whose gradients nobody wants; ranks still reduce theirs."""
+        """Forget what waits and whose gradients nobody wants; ranks still reduce those of a backward."""
+        self.forwards.drop()
+        self._planned = None
         waiting = self._waiting
         if waiting is not None and not waiting.backward.numbers:
             self._forget(waiting)
@@ -197,7 +208,8 @@ class OptimizerStep:
             waiting.forget_unscaling()
 
     def settle(self, reason: str) -> None:
-        """Run a backward that waits by itself, and show its gradients."""
+        """Run by itself a forward that waits, or a backward, and show its gradients."""
+        self.forwards.settle(reason)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._reason = reason
@@ -349,6 +361,10 @@ class OptimizerStep:
     def remarks(self) -> list[str]:
         """Lines for the receipt: how many steps ran in which way, and why."""
         lines = []
+        if self.whole:
+            lines.append(f"optimizer: {self.whole} steps were one program of forward, backward and update")
+        found = self.forwards.separate.items()
+        lines += [f"optimizer: {count} steps not in one program with their forward: {why}" for why, count in found]
         if self.joined:
             lines.append(f"optimizer: the updates of {self.joined} steps ran in the backward's program")
         if self.updated:
@@ -384,6 +400,10 @@ class OptimizerStep:
 
     def _update_by_program(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Run the update as a program, with a backward that waits if nothing speaks against it."""
+        if self._planned is not None:
+            planned, self._planned = self._planned, None
+            self._run_whole(planned)
+            return
         waiting = self._waiting
         if not reason and waiting is not None:
             reason = "" if waiting.plan is not None else self._why_apart(optimizer, waiting)
@@ -443,7 +463,7 @@ class OptimizerStep:
         members = self._state.prepare(optimizer, waiting.parameters, ahead=unscaling is not None)
         if members is None or members.obstacle:
             return FIRST if members is None else members.obstacle
-        clips, inverse = () if factor is None else factor.number, None
+        clips, inverse = waiting.clip if factor is None else factor.number, None
         if unscaling is not None:
             inverse, scale = unscaling.inverse, getattr(optimizer, "grad_scale", None)
             if scale is not None:  # by which a fused step divides, as `inverse` is 1
@@ -457,6 +477,20 @@ class OptimizerStep:
 
     def _run_joined(self, waiting: DeferredBackward) -> None:
         """Run a backward with the update, as planned, and hide its gradients from the optimizer."""
+        members, results = waiting.plan[0], self._results_of(waiting)
+        found = None
+        if waiting.unscaling is not None:
+            found = results.pop().clone()  # its memory is a recording's, which is written again
+            waiting.unscaling.found.known().copy_(found)
+        factor = waiting.clipping()
+        if isinstance(factor, PendingScalar):
+            factor.give_total(results[-1].clone())
+        self._state.advance(members, found)
+        self._hide(waiting.parameters, waiting.gradients)
+        self.joined += 1
+
+    def _results_of(self, waiting: DeferredBackward) -> list[Any]:
+        """Run the program of a backward with the update, as planned; return its results."""
         members, vector, program, saved = waiting.plan
         waiting.check_arguments()
         self._waiting, backward = None, waiting.backward
@@ -468,17 +502,72 @@ class OptimizerStep:
         inputs.append(vector)
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
-        results = self._run(waiting, functools.partial(backward.run_joined, program, token, inputs))
-        found = None
-        if waiting.unscaling is not None:
-            found = results.pop().clone()  # its memory is a recording's, which is written again
-            waiting.unscaling.found.known().copy_(found)
-        factor = waiting.clipping()
-        if isinstance(factor, PendingScalar):
-            factor.give_total(results[-1].clone())
-        self._state.advance(members, found)
-        self._hide(waiting.parameters, waiting.gradients)
-        self.joined += 1
+        return self._run(waiting, functools.partial(backward.run_joined, program, token, inputs))
+
+    # --- the whole step
+
+    def defer_forward(self, forward: LateForward, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Return pending results of a forward that can wait for `train_step`'s update; None if it must run now."""
+        self.settle(FORWARD)
+        return self.forwards.defer(forward, compiled, args)
+
+    def begin_whole(self, loss: torch.Tensor, largest: float | None, parts: int) -> bool:
+        """Plan the optimizer's next step as one program with the forward and backward of a loss; False if it cannot be.
+
+        Then the forward has run. `largest`: norm to which gradients are clipped; `parts`: number of micro-batches, by
+        which the loss is divided.
+        """
+        forwards, optimizer = self.forwards, self._optimizer()
+        forward = forwards.waiting
+        if forward is not None and optimizer is not None:
+            reason = OTHER
+            if type(loss) is PendingResult and loss.source is forward and loss.place == forward.forward.loss:
+                share = float(torch.ones((), dtype=loss.dtype, device=HOST) / parts)
+                whole = forward.kept_as_one(share)
+                waiting, reason = self._whole_step(optimizer, whole, forward, largest)
+                if not reason:
+                    self._planned = waiting
+                    return True
+            forwards.settle(reason)
+        forwards.has_returned(loss)
+        forwards.separate[forwards.reason] += 1
+        return False
+
+    def _whole_step(
+        self, optimizer: torch.optim.Optimizer, whole: LateBackward, forward: Any, largest: float | None
+    ) -> tuple[Any, str]:
+        """Return a planned step with its forward, or why it cannot be one program."""
+        parameters, leaves, nodes = self._leaves_of(whole)
+        if not nodes or not whole.waits(forward.args) or compat.autograd.have_leaf_hooks(parameters):
+            return None, IMMEDIATE
+        if compat.hooks.has_step_hooks(optimizer) or compat.hooks.are_steps_watched(optimizer):
+            return None, "the optimizer's step is wrapped, or has hooks"
+        before = [parameter.grad for parameter in parameters]
+        own = set(map(id, parameters))
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not own <= set(map(id, every)):
+            return None, "the optimizer does not have all parameters of the graph"
+        if any(p.grad is not None for p in every if id(p) not in own) or any(
+            type(g) is PendingGradient for g in before
+        ):
+            return None, "a gradient was set, or comes from elsewhere"
+        clip = () if largest is None else (1e-6, float(largest))
+        waiting = DeferredBackward(
+            whole, forward.args, leaves, parameters, [], before, self._norms, forward.marks, clip, CHANGED
+        )
+        why = why_not_traced(optimizer) or self._plan(optimizer, waiting, None)
+        return waiting, why
+
+    def _run_whole(self, waiting: DeferredBackward) -> None:
+        """Run forward, backward and update as planned; give results to whoever has them."""
+        forward, self.forwards.waiting = self.forwards.waiting, None
+        assert forward is not None, "planned with it"
+        results = self._results_of(waiting)
+        self.newest_norm = results.pop().clone() if waiting.clip else None
+        forward.give(results)
+        self._state.advance(waiting.plan[0])
+        self._hide(waiting.parameters, [None] * len(waiting.parameters))
+        self.whole += 1
 
     def _joined_program(
         self, waiting: DeferredBackward, members: Membership, vector: torch.Tensor, clips: float | None
@@ -501,7 +590,7 @@ class OptimizerStep:
             ordered = [place[id(member.parameter)] for member in members.members]
             updates = _updates(members, *places)
             graph = with_updates(backward.gm, ordered, updates, vector, clips, backward.ranks, unscales)
-            self._programs[key] = backward.build(graph, WITH_UPDATES)
+            self._programs[key] = backward.build(graph, backward.name)
         return self._programs[key], places[0]
 
     def _run(self, waiting: DeferredBackward, run: Callable[[], list[Any]]) -> list[Any]:
@@ -510,12 +599,15 @@ class OptimizerStep:
             with torch.no_grad():
                 return run()
         results: list[Any] = []
+        # each leaf costs some microseconds, and one tells that gradients are reduced where none is added to another
+        alone = not waiting.is_sharded and all(gradient is None for gradient in waiting.before)
+        count = 1 if alone else len(waiting.leaves)
 
         def inside() -> tuple[Any, ...]:
             results.extend(run())
-            return (None,) * len(waiting.parameters)
+            return (None,) * count
 
-        waiting.run_inside(inside)
+        waiting.run_inside(inside, count)
         return results
 
     def _update(self, optimizer: torch.optim.Optimizer) -> str:

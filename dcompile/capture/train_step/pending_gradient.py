@@ -81,7 +81,7 @@ class GradientSource(Protocol):
         """Find out now whether gradients are finite, on all ranks."""
 
 
-class _Pending(torch.Tensor):
+class PendingTensor(torch.Tensor):
     """A tensor without memory whose value is computed at its first use."""
 
     def value(self) -> torch.Tensor:
@@ -122,7 +122,7 @@ class _Pending(torch.Tensor):
         return func(*args, **kwargs)
 
 
-class PendingGradient(_Pending):
+class PendingGradient(PendingTensor):
     """A gradient that `source` computes at the first use of its value; it has its parameter's shape and layout."""
 
     source: GradientSource
@@ -167,7 +167,7 @@ class PendingGradient(_Pending):
         return self.source.value(self)
 
 
-class PendingScalar(_Pending):
+class PendingScalar(PendingTensor):
     """A number, or vector of numbers, on the way from gradients to the factor that clips them."""
 
     compute: Callable[[PendingScalar], torch.Tensor]
@@ -233,7 +233,7 @@ class PendingScalar(_Pending):
         return self.computed
 
 
-class PendingFlag(_Pending):
+class PendingFlag(PendingTensor):
     """A number in memory of a device, made by GradScaler, that will be 1 if a gradient is infinite or no number.
 
     It becomes a plain tensor, as it was before, once it is known.
@@ -292,7 +292,7 @@ def _never(_: PendingScalar) -> torch.Tensor:
 
 def _values(arguments: Any) -> Any:
     """Replace pending tensors among arguments by real ones."""
-    return pytree.map_only(_Pending, lambda pending: pending.value(), arguments)
+    return pytree.map_only(PendingTensor, lambda pending: pending.value(), arguments)
 
 
 def _later(of: PendingScalar, step: str, compute: Callable[[torch.Tensor], torch.Tensor], *number: float) -> Any:

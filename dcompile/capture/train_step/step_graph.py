@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,49 @@ def with_updates(
     targets = [(parameters[at], states[at]) for at in gradients]
     maker.update_all([updates[at] for at in gradients], [*gradients.values()], targets, vector, found)
     return maker.made((*outputs, *more))
+
+
+def forward_and_backward(
+    forward: GraphModule, backward: GraphModule, results: int, kept: Sequence[int], share: float
+) -> GraphModule:
+    """Return a forward and its backward as one graph, whose inputs are the forward's.
+
+    It computes the gradients of `share` times the loss, the one result whose gradient the backward takes as its last
+    input. Its results are those of the backward, then the forward's at positions `kept`, of its first `results`. What
+    the backward computes again stays as it is: a partition has chosen it.
+    """
+    root, graph = torch.nn.Module(), Graph()
+    outputs = _insert(root, graph, forward, {})
+    saved = outputs[results:]
+    *given, tangent = backward.graph.find_nodes(op="placeholder")
+    value = tangent.meta["val"]
+    keywords = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    begin = graph.call_function(torch.ops.aten.full.default, (list(value.shape), share), keywords)
+    begin.meta["val"] = value
+    gradients = _insert(root, graph, backward, {**dict(zip(given, saved, strict=True)), tangent: begin})
+    graph.output((*gradients, *(outputs[place] for place in kept)))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return GraphModule(root, graph)
+
+
+def _insert(root: torch.nn.Module, graph: Graph, gm: GraphModule, made: dict[Node, Any]) -> Sequence[Any]:
+    """Copy a graph's nodes behind those of another one, whose attributes are `root`'s; return what it returns.
+
+    `made`: what takes the place of some of its nodes.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            break
+        if node in made:
+            continue
+        made[node] = graph.node_copy(node, made.__getitem__)
+        if node.op == "get_attr":
+            made[node].target = f"held{len(made)}_{len(graph.nodes)}"
+            setattr(root, made[node].target, operator.attrgetter(node.target)(gm))
+    results: Any = gm.graph.output_node().args[0]
+    found: Sequence[Any] = torch.fx.map_arg(results, made.__getitem__)
+    return found
 
 
 def agreed(norms: Sequence[torch.Tensor], found: torch.Tensor | None, ranks: str) -> GraphModule:

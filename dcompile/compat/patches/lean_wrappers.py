@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import increment_version
 from torch.fx.experimental._backward_state import BackwardState
 
-from dcompile.compat.autograd import quick_grad_mode
+from dcompile.compat.autograd import quick_grad_mode, without_autocast
 from dcompile.errors import DcompileError
 
 Boxed = Callable[[list[Any]], Any]
@@ -46,7 +46,7 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
         if self.trace_joint and isinstance(cls := getattr(compiled, "__self__", None), type):
             _explain_second_derivatives(cls)
         try:
-            plain = not self.disable_amp and _is_plain(runtime_metadata)
+            plain, amp = _is_plain(runtime_metadata), self.disable_amp
             # saved-tensor hooks in the graph must not be applied again
             hooked = self.trace_joint and runtime_wrappers._should_disable_saved_tensors_hooks()
             if not plain or hooked:
@@ -55,15 +55,15 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
                 sized = _of_symbolic_sizes(runtime_metadata)
                 mark = runtime_wrappers.mark_dynamo_propagated_dynamic_indices if sized else None
                 changed = _changed(runtime_metadata, config.keep_inference_input_mutations)
-                return _inference(compiled, usual, changed, sized, mark)
+                return _inference(_without_autocast(compiled) if amp else compiled, usual, changed, sized, mark)
             cls = getattr(compiled, "__self__", None)
-            if cls is None or runtime_metadata.dynamic_outputs or not _saves_plain(cls.metadata):
+            if cls is None or runtime_metadata.dynamic_outputs or not saves_plain(cls.metadata):
                 return usual
             if cls.maybe_subclass_metadata is not None:
                 return usual
         except AttributeError:  # a torch with other names
             return usual
-        _shorten(cls, runtime_wrappers)
+        _shorten(cls, runtime_wrappers, amp)
         changed = _changed(runtime_metadata, config.keep_inference_input_mutations)
         return _training(cls, usual, self.indices_of_inps_to_detach, changed)
 
@@ -83,7 +83,7 @@ def _is_plain(metadata: Any) -> bool:
     )
 
 
-def _saves_plain(metadata: Any) -> bool:
+def saves_plain(metadata: Any) -> bool:
     """Whether a forward saves only tensors whose versions autograd checks."""
     return _is_plain(metadata) and not (
         metadata.num_symints_saved_for_bw
@@ -194,14 +194,26 @@ def unpack_arguments(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]
     return plain.run if isinstance(plain, _Plain) and not own else forward
 
 
-def _shorten(cls: Any, runtime_wrappers: Any) -> None:
+def _without_autocast(program: Boxed) -> Boxed:
+    """Return a program that calls operators as they were traced, below autocast, wherever it is called."""
+    disabled = without_autocast()
+
+    def run(args: list[Any]) -> Any:
+        with disabled():
+            return program(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _shorten(cls: Any, runtime_wrappers: Any, amp: bool) -> None:
     """Replace forward and backward of a graph's autograd class by the few steps that the graph needs."""
     from torch._dynamo.eval_frame import skip_code
 
     metadata = cls.metadata
     results = metadata.num_forward_returns
     constant = [place for place, info in enumerate(metadata.output_info) if not info.requires_grad]
-    program = cls.compiled_fw
+    program = _without_autocast(cls.compiled_fw) if amp else cls.compiled_fw
 
     def forward(ctx: Any, *args: Any) -> Any:
         found = program([*args])
@@ -215,7 +227,7 @@ def _shorten(cls: Any, runtime_wrappers: Any) -> None:
         ctx._materialize_non_diff_grads = False
         return tuple(found[:results])
 
-    backward = _backward(cls, runtime_wrappers)
+    backward = _backward(cls, runtime_wrappers, amp)
     skip_code(backward.__code__)  # it may run inside a frame that Dynamo continues; torch's own is skipped, too
     node = cls._backward_cls
     node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []  # torch's path and hooks read these
@@ -244,7 +256,7 @@ def _refuse_second_derivative(_: Any) -> None:
     raise DcompileError(SECOND_DERIVATIVE)
 
 
-def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
+def _backward(cls: Any, runtime_wrappers: Any, amp: bool) -> Callable[..., Any]:
     from torch._dynamo.eval_frame import innermost_fn
 
     usual, boxed = cls.backward, getattr(cls, "boxed_grads_call", False)
@@ -281,6 +293,8 @@ def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
         if program is not known:
             known, inner = program, innermost_fn(program)
         run = program if frames() is not None else inner
+        if amp:
+            run = _without_autocast(run)
         context = kept("context") if has("context") else None  # the caller's variables: this may be another thread
         return tuple(run(args) if context is None else context.run(run, args))
 

@@ -55,6 +55,7 @@ from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
     copy_changed_inputs,
     drop_saved_pool_inputs,
+    offload_by_policy,
     recompute_misaligned_views,
     recompute_softmax,
     recompute_views,
@@ -152,6 +153,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
+    # after passes that replace operations: they keep policies, but not this mark
+    GraphPass(offload_by_policy, stages=("joint",), required=True),
     GraphPass(recompute_softmax, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),

@@ -22,7 +22,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.joint_graph import gradient_positions, partition_joint, returned_views
+from dcompile.capture.joint_graph import gradient_positions, offload_marked, partition_joint, returned_views
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
@@ -249,6 +249,7 @@ class CapturedGraph:
             recompute_library_operands=config.recompute == "memory",
             **keywords,
         )
+        self.notes += offload_marked(forward, backward, num_fwd_outputs)
         if may_lack:
             self.facts = replace(self.facts, shapes_kept=shapes_of(backward, tangents(backward)))
         self.backward_graph = backward

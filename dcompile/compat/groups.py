@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from dcompile.ir.collective_kinds import HOST_LINK
+
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_dtensor")
 """Namespaces of ops that take the name of a process group."""
 
@@ -189,6 +191,8 @@ def group_by_name(name: str) -> Any:
 
 def describe_group(name: str) -> str:
     """Description of a process group for people: its mesh dimension, if any, and its name."""
+    if name == HOST_LINK:
+        return "the link to host memory"
     said = getattr(group_by_name(name), "group_desc", "") or ""
     if said in ("", "undefined", "default_pg"):
         return f"group {name}"

@@ -1,0 +1,186 @@
+"""Saved values in host memory: the same gradients, memory that comes back, and what the receipt says."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dcompile
+from dcompile.capture.entry import find_model
+from tests.offloading import layers, marked
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch._dynamo.reset()
+
+
+def compiled(model, offloads=True, **options):
+    """The model, compiled at its first call, and its large activations offloaded."""
+    call = dcompile.compile(model, **options)
+
+    def run(*args):
+        with marked() if offloads else marked(lambda node: False):
+            return call(*args)
+
+    return run
+
+
+def programs(model) -> dict[str, Any]:
+    found = find_model(model)
+    assert found is not None
+    return {name: program for graph in found.graphs for name, program in graph.executables.items()}
+
+
+def copies(model, kind) -> int:
+    """How many copies of a kind the programs of a model have."""
+    return sum(program.source.count(f"run.host_copy({kind!r}") for program in programs(model).values())
+
+
+def host_bytes(model) -> int:
+    """Bytes of host memory that the model has allocated for what it offloads."""
+    (memory,) = {id(p._workspaces): p._workspaces.host for p in programs(model).values()}.values()
+    return memory.nbytes
+
+
+def gradients(model, run, x) -> list[torch.Tensor]:
+    model.zero_grad()
+    run(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_gradients_have_the_same_bits():
+    x = torch.randn(16, 32)
+    plain, offloading = layers(), layers()
+    expected = gradients(plain, compiled(plain, offloads=False), x)
+    run = compiled(offloading)
+    for _ in range(2):
+        for a, b in zip(gradients(offloading, run, x), expected, strict=True):
+            assert torch.equal(a, b)
+    assert copies(plain, "offload") == 0
+    assert copies(offloading, "offload") == copies(offloading, "load") >= 6
+
+
+def test_they_are_eagers_too():
+    x, model = torch.randn(16, 32), layers()
+    expected = gradients(model, model, x)
+    for a, b in zip(gradients(model, compiled(model), x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_two_forwards_before_two_backwards():
+    x, y, model = torch.randn(16, 32), torch.randn(16, 32), layers()
+    expected = [a + b for a, b in zip(gradients(model, model, x), gradients(model, model, y), strict=True)]
+    run = compiled(model)
+    for _ in range(2):
+        model.zero_grad()
+        first, second = run(x).square().mean(), run(y).square().mean()
+        first.backward()
+        second.backward()
+        for p, b in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, b)
+
+
+def test_a_retained_graph_is_read_again_after_another_step():
+    x, y, model = torch.randn(16, 32), torch.randn(16, 32), layers()
+    run, parameters = compiled(model), [*model.parameters()]
+    loss = run(x).square().mean()
+    once = torch.autograd.grad(loss, parameters, retain_graph=True)
+    gradients(model, run, y)  # in other memory
+    again = torch.autograd.grad(loss, parameters)
+    assert all(map(torch.equal, once, again))
+
+
+def test_memory_of_a_backward_that_never_runs_comes_back():
+    x, model = torch.randn(16, 32), layers()
+    run = compiled(model)
+    gradients(model, run, x)
+    before = host_bytes(model)
+    assert before > 0
+    for _ in range(3):
+        loss = run(x)
+        del loss
+        gc.collect()
+    assert host_bytes(model) == before
+
+
+def test_fifty_steps_allocate_what_one_does():
+    x, model = torch.randn(16, 32), layers()
+    run = compiled(model)
+    gradients(model, run, x)
+    before = host_bytes(model)
+    for _ in range(50):
+        gradients(model, run, x)
+    assert host_bytes(model) == before
+
+
+def test_sizes_may_vary():
+    model = layers()
+    run = compiled(model, dynamic=True)
+    for rows in (16, 24, 16):
+        x = torch.randn(rows, 32)
+        expected = gradients(model, model, x)
+        for a, b in zip(gradients(model, run, x), expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Shown(nn.Module):
+    """A result that is saved as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x).tanh()
+        return hidden, self.second(hidden)
+
+
+def test_what_the_caller_holds_stays_and_the_receipt_says_so():
+    model, x = Shown(), torch.randn(16, 32)
+    hidden, out = compiled(model)(x)
+    (hidden.sum() + out.square().sum()).backward()
+    assert copies(model, "offload") == 0
+    assert "saved on its device, not in host memory: tanh" in str(dcompile.receipt(model))
+
+
+def test_aten_kernels_offload_in_library_calls():
+    x, model = torch.randn(16, 32), layers()
+    expected = gradients(model, model, x)
+    run = compiled(model, options={"kernels": "aten"})
+    for a, b in zip(gradients(model, run, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "dcompile_host" in "".join(program.source for program in programs(model).values())
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="torch has no such policy"
+)
+def test_a_policy_of_selective_checkpointing_offloads():
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=context)
+
+    x, model = torch.randn(16, 32), Checkpointed()
+    expected = gradients(model.inner, model.inner, x)
+    call = dcompile.compile(model)
+    for a, b in zip(gradients(model, call, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert copies(model, "offload") >= 5

@@ -342,7 +342,6 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     "assign_rng_keys": GraphInput(lambda: traced(dropped, zeros(8, 6))),
     "resize_only_inputs": GraphInput(freed),
     "copy_changed_inputs": GraphInput(lambda: joint(counted, learning(4), zeros(4))),
-    "offload_by_policy": GraphInput(offloaded),
     "save_as_strided_views": GraphInput(lambda: joint(lambda x: x.as_strided((2, 3), (1, 4)).sin(), learning(12))),
     "remove_clones": GraphInput(lambda: joint(lambda x: x.relu().clone().sin(), learning(3, 4))),
     "pair_complex_numbers": GraphInput(lambda: traced(rotated, zeros(2, 3, 8), zeros(3, 4, dtype=torch.complex64))),
@@ -364,6 +363,7 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "keep_rows_contiguous": GraphInput(lambda: traced(heard, zeros(2, 32, 40), zeros(40, 32))),
     "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
+    "offload_by_policy": GraphInput(offloaded),
     "recompute_softmax": GraphInput(
         lambda: joint(weighted, *(learning(8, 256, 8, dtype=torch.bfloat16) for _ in range(3)))
     ),

@@ -20,6 +20,7 @@ from dcompile.codegen.emit.target import Built, EmitRequest, Kernels, KernelSour
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
+from dcompile.codegen.schedule.order.cost_model import offloaded_bytes
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_lines, predict_schedule
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_all_gather import gathered_bytes
@@ -417,6 +418,7 @@ def _report(program: Program, kernels: Kernels, request: Request) -> ProgramRepo
         collectives=len(program.buckets) + sum(map(is_own_collective, program.steps)),
         bytes_copied=copied_bytes(program),
         bytes_gathered=gathered_bytes(program),
+        bytes_offloaded=offloaded_bytes(program),
     )
 
 

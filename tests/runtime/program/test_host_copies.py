@@ -184,3 +184,23 @@ def test_a_policy_of_selective_checkpointing_offloads():
     for a, b in zip(gradients(model, call, x), expected, strict=True):
         torch.testing.assert_close(a, b)
     assert copies(model, "offload") >= 5
+
+
+def test_receipt_timeline_and_report_show_copies():
+    x, model = torch.randn(16, 32), layers()
+    run = compiled(model)
+    gradients(model, run, x)
+    # results of all layers but the last one, whose gradient needs that of tanh: the caller gets it
+    assert dcompile.receipt(model).bytes_offloaded == (3 * (2 * 64 + 32) - 32) * 16 * 4
+    assert "offloaded to host memory" in str(dcompile.receipt(model))
+    with dcompile.profile(model) as measured:
+        for _ in range(3):
+            gradients(model, run, x)
+    found = {(e.program, e.kind) for step in measured.timeline.steps for e in step.exchanges}
+    assert found == {("forward0", "offload"), ("backward0", "load")}
+    assert {e.group for step in measured.timeline.steps for e in step.exchanges} == {"the link to host memory"}
+    assert all(e.wire >= 0 for step in measured.timeline.steps for e in step.exchanges)
+    assert "offload" in str(measured)
+    with marked():
+        report = str(dcompile.explain(model, x))
+    assert "over the link to host memory" in report and "a saved value" in report

@@ -212,6 +212,12 @@ def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
     return sum(table[name].typical_bytes for name in names)
 
 
+def offloaded_bytes(program: Program) -> int:
+    """Return the bytes that a program copies to host memory."""
+    offloads = (step for step in program.steps if isinstance(step, Collective) and step.kind == "offload")
+    return sum(collective_bytes(step, program.table) for step in offloads)
+
+
 # --- simulation -------------------------------------------------------------------------------------------------------
 
 

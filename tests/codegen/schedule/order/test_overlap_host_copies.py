@@ -10,7 +10,7 @@ from dcompile.ir.buffers import Buffer
 from dcompile.ir.collective_kinds import HOST_LINK
 from dcompile.ir.nodes import Collective, Loop, View, Wait
 from dcompile.ir.verify import VerifyError, verify
-from tests.codegen.schedule.order.test_overlap_collectives import GROUPS, N, Build, buffer, machine, starts, words
+from tests.codegen.schedule.order.test_overlap_collectives import GROUPS, Build, N, buffer, machine, starts, words
 from tests.fuzz.host_copies import copy_steps
 
 WHOLE = (N,), (1,)

@@ -29,6 +29,7 @@ from dcompile.capture.dynamo_backend import (
     flatten_lists,
     leave_gradients_absent,
     run_new_overlaps_eagerly,
+    save_in_program,
     view_results_without_gradients,
     watch_replaced_parameters,
 )
@@ -196,6 +197,7 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
 """Steps on the results of a program, with the plan that each makes from a graph."""
 
 GRAPH_WRAPPERS: tuple[Row, ...] = (
+    Row(save_in_program),
     Row(watch_replaced_parameters),
     Row(leave_gradients_absent),
     # the views have a graph's results as bases, not what a caller's tensors become below

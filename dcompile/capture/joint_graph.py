@@ -175,12 +175,12 @@ def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
             node.meta[DONATED] = True
 
 
-def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int) -> list[str]:
+def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int, everything_on: str = "") -> list[str]:
     """Save marked values (`saved_values.offload`) in host memory: copy them there, and back before their first reader.
 
     A value that outlives the forward on its device anyway stays there: a result, an input, or what shares their memory
     or that of another saved value. So does one with gaps, whose strides a copy would not have. Returns a line for the
-    receipt for each that stays.
+    receipt for each that stays. `everything_on`: offload all on this type of device, marked or not.
     """
     stay: list[str] = []
     output = forward.graph.output_node()
@@ -189,7 +189,7 @@ def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int) -> list[st
     places = {node: number for number, node in enumerate(forward.graph.nodes)}
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for at, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
-        if not isinstance(node, torch.fx.Node) or OFFLOADED not in node.meta:
+        if not isinstance(node, torch.fx.Node) or not (OFFLOADED in node.meta or _is_made_on(node, everything_on)):
             continue
         value, received = node.meta["val"], inputs[node.name]
         is_dense = compat.sizes.is_dense(value) or compat.sizes.is_known_contiguous(value)
@@ -205,6 +205,12 @@ def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int) -> list[st
     forward.recompile()
     backward.recompile()
     return stay
+
+
+def _is_made_on(node: Any, device: str) -> bool:
+    """Whether a node is a tensor that the forward computes on this type of device, and no token."""
+    is_computed = node.op == "call_function" and memory_of(node) is not None and node.name != TOKEN
+    return is_computed and node.meta["val"].device.type == device
 
 
 def _load_back(backward: Any, received: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcompile.compat.hooks import saved_hooks_run
 from dcompile.compat.storage_holders import KeptTensor
 from dcompile.errors import DcompileError
 from dcompile.ir.collective_kinds import HostCopyKind
@@ -67,11 +68,6 @@ class HostMemory:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
         return self._streams[device]
 
-    def synchronize(self) -> None:
-        """Wait on the host until all copies are done: for code on the host that reads what is offloaded."""
-        for stream in self._streams.values():
-            stream.synchronize()
-
 
 class CopyInFlight:
     """A copy that was started, with the methods of a torch.distributed.Work. `done`: its event; None on a CPU."""
@@ -83,6 +79,11 @@ class CopyInFlight:
         """Make the current stream wait for it."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
+
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+        if self._done is not None:
+            self._done.synchronize()
 
     def is_completed(self) -> bool:
         """Whether it is done."""
@@ -121,5 +122,10 @@ class HostCopy:
         self.work = CopyInFlight(done)
 
     def wait(self) -> None:
-        """Wait for the copy that was started last."""
+        """Wait for the copy that was started last.
+
+        Hooks for saved tensors may read the copy on the host, so that then waits, too.
+        """
         self.work.wait()
+        if self.kind == "offload" and saved_hooks_run():
+            self.work.synchronize()

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import dcompile
+from dcompile import compat
+from dcompile.capture import captured_graph
 from dcompile.capture.entry import find_model
+from dcompile.runtime.program import host_copies
 from tests.offloading import layers, marked
 
 
@@ -204,3 +207,83 @@ def test_receipt_timeline_and_report_show_copies():
     with marked():
         report = str(dcompile.explain(model, x))
     assert "over the link to host memory" in report and "a saved value" in report
+
+
+# --- hooks for saved tensors ------------------------------------------------------------------------------------------
+
+
+def test_hooks_get_what_is_in_host_memory():
+    """Whoever packs sees the copies, and may give others back."""
+    x, model, packed = torch.randn(16, 32), layers(), []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    expected = gradients(model, model, x)
+    run = compiled(model)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = run(x).square().mean()
+        model.zero_grad()
+        loss.backward()
+        for p, b in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, b)
+    assert packed.count((16, 64)) >= 2 * 6 and copies(model, "offload") >= 6
+
+
+def saving_on_cpu(model, run, x) -> list[torch.Tensor]:
+    model.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        loss = run(x).square().mean()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_programs_do_what_save_on_cpu_asks_for(monkeypatch):
+    """As on a GPU, where it asks for copies; and only in calls that it surrounds."""
+    monkeypatch.setattr(captured_graph, "saves_on_host", lambda device: compat.hooks.saves_on_cpu())
+    seen = []
+    monkeypatch.setattr(host_copies, "saved_hooks_run", lambda: seen.append(compat.hooks.saved_hooks_run()))
+    x, model = torch.randn(16, 32), layers()
+    expected = gradients(model, model, x)
+    run = dcompile.compile(model)
+    for _ in range(2):
+        for a, b in zip(saving_on_cpu(model, run, x), expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert copies(model, "offload") == copies(model, "load") >= 6
+    assert seen and not any(seen), "the hooks themselves do nothing"
+    assert captured_graph.SAVED_ON_HOST in str(dcompile.receipt(model))
+    for a, b in zip(gradients(model, run, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert dcompile.receipt(model).bytes_offloaded == 0, "a call without it has another graph"
+
+
+def test_save_on_cpu_of_a_cpu_copies_nothing():
+    x, model = torch.randn(16, 32), layers()
+    expected = gradients(model, model, x)
+    run = dcompile.compile(model)
+    for a, b in zip(saving_on_cpu(model, run, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert copies(model, "offload") == 0
+
+
+class SavesInside(nn.Module):
+    """A part of the forward is under `save_on_cpu`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers(), layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = self.first(x)
+        return self.second(x)
+
+
+def test_a_forward_that_begins_save_on_cpu_itself_runs_as_in_eager_mode():
+    """TorchDynamo leaves such a frame, and the receipt says so."""
+    x, model = torch.randn(16, 32), SavesInside()
+    expected = gradients(model, model, x)
+    assert all(map(torch.equal, gradients(model, dcompile.compile(model), x), expected))
+    assert "save_on_cpu" in str(dcompile.receipt(model))

@@ -284,7 +284,7 @@ def drawn_again() -> GraphModule:
 
 
 class Policy(enum.Enum):
-    """What `CheckpointPolicy` has since torch 2.12."""
+    """What `CheckpointPolicy` has in newer versions than torch 2.11."""
 
     MUST_CPU_OFFLOAD = 4
 

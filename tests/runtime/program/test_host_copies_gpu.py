@@ -1,4 +1,4 @@
-"""Offloading on a GPU: copies beside kernels change no bit, device memory is free meanwhile, pinned memory is reused."""
+"""Offloading on a GPU: copies beside kernels change no bit, and memory is free meanwhile; pinned memory is reused."""
 
 from __future__ import annotations
 

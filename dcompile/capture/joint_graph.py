@@ -188,8 +188,9 @@ def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int, everything
     held = Counter(map(memory_of, outputs)) + Counter(map(memory_of, forward.graph.find_nodes(op="placeholder")))
     places = {node: number for number, node in enumerate(forward.graph.nodes)}
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    marked = {memory_of(node) for node in forward.graph.nodes if OFFLOADED in node.meta}  # or a view of it is saved
     for at, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
-        if not isinstance(node, torch.fx.Node) or not (OFFLOADED in node.meta or _is_made_on(node, everything_on)):
+        if not (memory_of(node) in marked - {None} or _is_made_on(node, everything_on)):
             continue
         value, received = node.meta["val"], inputs[node.name]
         is_dense = compat.sizes.is_dense(value) or compat.sizes.is_known_contiguous(value)
@@ -209,8 +210,8 @@ def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int, everything
 
 def _is_made_on(node: Any, device: str) -> bool:
     """Whether a node is a tensor that the forward computes on this type of device, and no token."""
-    is_computed = node.op == "call_function" and memory_of(node) is not None and node.name != TOKEN
-    return is_computed and node.meta["val"].device.type == device
+    is_tensor = memory_of(node) is not None
+    return is_tensor and node.op == "call_function" and node.name != TOKEN and node.meta["val"].device.type == device
 
 
 def _load_back(backward: Any, received: Any) -> None:

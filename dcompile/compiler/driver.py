@@ -40,6 +40,7 @@ from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.logs import doing, dump, dump_change, is_logged, log, log_code
+from dcompile.operators import host_copies
 from dcompile.operators.random_ops import is_random
 from dcompile.passes import LoopPass, check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, launch_passes, loop_passes, nest_passes
@@ -49,6 +50,7 @@ from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 
 Result = TypeVar("Result")
 RANDOM = "random numbers are others than eager's, and a seed repeats them: docs/guide/random-numbers.md"
+WAITED = "copies to or from host memory are waited for at once: they are library calls in this graph"
 EPILOGUES = "fuse_matmul_epilogues"
 """Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
@@ -139,6 +141,8 @@ class Pipeline:
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined
+        if any(isinstance(step, Extern) and step.op in host_copies.KINDS for step in program.steps):
+            report.notes.append(WAITED)
         if any(is_random(node.target) for node in gm.graph.nodes):
             report.notes.append(RANDOM)
         took_ms = (time.perf_counter() - began) * 1e3

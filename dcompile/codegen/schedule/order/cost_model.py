@@ -26,6 +26,7 @@ from dcompile.ir.library_ops import extern_flops, packet_of
 from dcompile.ir.nodes import Apply, Collective, Const, Extern, IndexOf, Load, Loop, Program, Step, View, Wait
 from dcompile.ir.ops import OPS
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds, host_copy_seconds
+from dcompile.operators import host_copies
 
 
 def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> list[float]:
@@ -214,8 +215,9 @@ def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
 
 def offloaded_bytes(program: Program) -> int:
     """Return the bytes that a program copies to host memory."""
-    offloads = (step for step in program.steps if isinstance(step, Collective) and step.kind == "offload")
-    return sum(collective_bytes(step, program.table) for step in offloads)
+    calls = (step.call if isinstance(step, Collective) else step for step in program.steps)
+    offloads = (call for call in calls if isinstance(call, Extern) and host_copies.KINDS.get(call.op) == "offload")
+    return sum(functional_collectives.whole_bytes(call, program.table) for call in offloads)
 
 
 # --- simulation -------------------------------------------------------------------------------------------------------

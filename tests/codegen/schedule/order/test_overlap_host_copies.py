@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dcompile.codegen.schedule.memory.memory_summary import summarize_memory
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, summarize_overlap
 from dcompile.ir.buffers import Buffer
@@ -130,6 +131,7 @@ def test_on_a_gpu_what_is_copied_may_have_an_allocation_of_its_own_until_the_wai
         verify(after)
         assert after.table[name].storage == "out" or after.table[name].donor
         assert after.table["host"].storage in ("out", "input")
+        assert "host" not in {holder.name for holder in summarize_memory(after).holders}
 
 
 @pytest.mark.parametrize(

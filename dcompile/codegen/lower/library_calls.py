@@ -329,10 +329,11 @@ def lower_host_copy(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTenso
 
     None where it is none, and where no loop knows the dtype or the size: then it is a library call.
     """
-    op, value = str(node.target), node.meta["val"]
+    op = str(node.target)
     kind = host_copies.KINDS.get(op)
     if kind is None:
         return None
+    value: Any = node.meta["val"]
     tensor, (shape, strides) = args[0], opaque_shape(value)
     if tensor.dtype not in DTYPES or not low.has((*shape, *strides)) or _is_late(low, (*shape, *strides)):
         return None

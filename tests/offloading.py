@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dcompile import compat
+from dcompile.compiler import caching
 
 LARGE = 256
 """Elements from which `marked` offloads a value."""
@@ -18,17 +19,21 @@ TARGETS = frozenset(("aten.addmm.default", "aten.mm.default", "aten.gelu.default
 
 
 def is_large(node: Any) -> bool:
-    """Whether a node of the forward is the result of a layer or of an activation, and large."""
+    """Whether a node of the forward is the result of a layer or of an activation, and large, or of symbolic size."""
     value = node.meta.get("val")
     of_forward = node.meta.get("partitioner_tag") != "is_backward"
-    large = isinstance(value, torch.Tensor) and isinstance(value.numel(), int) and value.numel() >= LARGE
+    large = isinstance(value, torch.Tensor) and (not compat.sizes.is_fixed(value) or value.numel() >= LARGE)
     return of_forward and large and str(node.target) in TARGETS
 
 
 @contextlib.contextmanager
 def marked(asks: Callable[[Any], bool] = is_large) -> Iterator[None]:
-    """Offload what `asks` says of the nodes of a joint graph, as a policy of selective checkpointing does."""
-    with mock.patch.object(compat.aot, "asks_to_offload", asks):
+    """Offload what `asks` says of the nodes of a joint graph, as a policy of selective checkpointing does.
+
+    Traces are made anew: their names in the cache do not tell what `asks` says.
+    """
+    anew = mock.patch.object(caching.CachingCompiler, "traces", lambda compiler: None)
+    with mock.patch.object(compat.aot, "asks_to_offload", asks), anew:
         yield
 
 

@@ -34,7 +34,7 @@ def gradients(how: str, offloads: bool, micro_batches: int = 1) -> tuple[list[to
     model = wrapped(how)
     run = dcompile.compile(model)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with marked() if offloads else contextlib.nullcontext():
+    with marked() if offloads else marked(lambda node: False):
         for _ in range(2):
             model.zero_grad()
             losses = []

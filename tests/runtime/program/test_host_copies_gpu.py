@@ -110,8 +110,8 @@ def test_a_cuda_graph_of_the_callers_is_refused():
 
 
 def test_hooks_read_complete_copies():
-    network, x = model(), batch()
-    expected = gradients(network, compiled(network, offloads=False), x)
+    network, plain, x = model(), model(), batch()
+    expected = gradients(plain, compiled(plain, offloads=False), x)
     run = compiled(network)
     for _ in range(3):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -122,8 +122,8 @@ def test_hooks_read_complete_copies():
 
 
 def test_save_on_cpu_around_a_call():
-    network, x = model(), batch()
-    expected = gradients(network, compiled(network, offloads=False), x)
+    network, plain, x = model(), model(), batch()
+    expected = gradients(plain, compiled(plain, offloads=False), x)
     run = dcompile.compile(network)
     for _ in range(3):
         with torch.autograd.graph.save_on_cpu(pin_memory=True):

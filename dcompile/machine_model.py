@@ -60,6 +60,8 @@ class Figures:
     """Slowdown of a collective, as a part of its time, while something is computed."""
     copy_gbs: float = 0.0
     """Rate of copies from another rank's memory in the same node, in 10^9 bytes a second; 0: none."""
+    host_gbs: float = 25.0
+    """Rate of copies between the device and pinned host memory, in either direction, in 10^9 bytes a second."""
     sustained: float = 1.0
     """Part of GEMM rates that lasts for more than a second: GPUs reduce their clocks at the power limit."""
 
@@ -123,6 +125,11 @@ def collective_seconds(figures: Figures, kind: CollectiveKind, nbytes: int, rank
     return latency * 1e-6 + rounds * nbytes * (ranks - 1) / ranks / (gbs * 1e9)
 
 
+def host_copy_seconds(figures: Figures, nbytes: int) -> float:
+    """Time of one copy between the device and pinned host memory."""
+    return figures.library_us * 1e-6 + nbytes / (figures.host_gbs * 1e9)
+
+
 def copying_seconds(figures: Figures, nbytes: int, ranks: int) -> float:
     """Time in which a rank copies the missing part of a gathered buffer of `nbytes` from peer memory."""
     return COPY_US * 1e-6 + nbytes * (ranks - 1) / ranks / (figures.copy_gbs * 1e9)
@@ -139,6 +146,7 @@ CPU = Figures(
     # Gloo over the loop-back device, two processes of one machine
     links=(Link(1 << 20, gbs=1.0, latency_us=150.0, hop_us=50.0),),
     interference=0.5,
+    host_gbs=5.0,  # a copy in memory: it reads and writes
 )
 """One core of a server: orders of magnitude, since cores, threads and other jobs vary; measure for better figures."""
 
@@ -211,6 +219,7 @@ def round_figures(figures: Figures) -> Figures:
         kernel_us=_round(figures.kernel_us),
         library_us=_round(figures.library_us),
         member_us=_round(figures.member_us),
+        host_gbs=_round(figures.host_gbs),
         links=tuple(map(_rounded_link, figures.links)),
         network=None if figures.network is None else _rounded_link(figures.network),
     )
@@ -235,7 +244,7 @@ def to_record(figures: Figures) -> dict[str, object]:
     }
 
 
-_RATES = ("memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "sustained")
+_RATES = ("memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "sustained", "host_gbs")
 _PARTS = ("interference", "crowding", "member_us", "copy_gbs")
 _PLAIN = ("name", *_RATES, *_PARTS)
 

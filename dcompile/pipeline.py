@@ -29,6 +29,7 @@ from dcompile.capture.dynamo_backend import (
     flatten_lists,
     leave_gradients_absent,
     run_new_overlaps_eagerly,
+    save_in_program,
     view_results_without_gradients,
     wait_for_step,
     watch_replaced_parameters,
@@ -56,6 +57,7 @@ from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
     copy_changed_inputs,
     drop_saved_pool_inputs,
+    offload_by_policy,
     recompute_misaligned_views,
     recompute_softmax,
     recompute_views,
@@ -153,6 +155,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
+    # after passes that replace operations: they keep policies, but not this mark
+    GraphPass(offload_by_policy, stages=("joint",), required=True),
     GraphPass(recompute_softmax, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),
@@ -194,6 +198,7 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
 """Steps on the results of a program, with the plan that each makes from a graph."""
 
 GRAPH_WRAPPERS: tuple[Row, ...] = (
+    Row(save_in_program),
     Row(watch_replaced_parameters),
     Row(leave_gradients_absent),
     # a forward that waits has no results yet for what is above to mark

@@ -22,7 +22,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.joint_graph import gradient_positions, partition_joint, returned_views
+from dcompile.capture.joint_graph import gradient_positions, offload_marked, partition_joint, returned_views
 from dcompile.capture.memory_budget import MemoryBudget
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
@@ -45,6 +45,7 @@ from dcompile.device_traits import HOST, traits_of
 from dcompile.passes import GraphPass
 
 Boxed = Callable[[list[Any]], list[Any]]
+SAVED_ON_HOST = "save_on_cpu: programs copy what they save and nothing else holds, beside computation"
 LENT = "the programs of an equal module"
 """What ranks compare in place of a graph where they capture none."""
 
@@ -133,6 +134,8 @@ class CapturedGraph:
         """Lines of the graph that ranks compare before its first collective; empty if there is nothing to compare."""
         self.notes: list[str] = []
         """Lines for the receipt about changes to the graph."""
+        self.saves_on_host = saves_on_host(self.device)
+        """Whether programs do what `save_on_cpu` around the call asks for, in place of its hooks."""
         self.fallbacks: Counter[str] = Counter()
         """Reason -> count of runs without dcompile's kernels that are due to the way the graph is called."""
         self.late_forward: Any = None
@@ -306,6 +309,8 @@ class CapturedGraph:
             **keywords,
         )
         self._expect_peaks()
+        self.notes += offload_marked(forward, backward, num_fwd_outputs, self.device.type if self.saves_on_host else "")
+        self.notes += [SAVED_ON_HOST] if self.saves_on_host else []
         if may_lack:
             self.facts = replace(self.facts, shapes_kept=shapes_of(backward, tangents(backward)))
         self.backward_graph = backward
@@ -446,6 +451,11 @@ class CapturedGraph:
         """Return the gradient synchronization of the module whose call runs the forward: this one, or an equal one."""
         stack = self.model.calls.get(threading.get_ident())
         return stack[-1].strategy if stack else self.sync
+
+
+def saves_on_host(device: torch.device) -> bool:
+    """Whether programs on this device offload what they save, for `save_on_cpu`. On a CPU it asks for no copies."""
+    return compat.hooks.saves_on_cpu() and not traits_of(device.type).is_host
 
 
 def _parameter_numbers(adapter: PlainAdapter, inputs: Sequence[Any]) -> dict[int, int]:

@@ -254,6 +254,18 @@ def watch_replaced_parameters(compiled: Compiled, around: WrapperRequest) -> Com
     return watched
 
 
+def save_in_program(compiled: Compiled, around: WrapperRequest) -> Compiled:
+    """Keep the hooks of `save_on_cpu` from what a program saves, where it offloads that itself."""
+    if not around.graph.saves_on_host:
+        return compiled
+
+    def saving(*args: Any) -> Any:
+        with compat.hooks.no_saved_hooks():
+            return compiled(*args)
+
+    return saving
+
+
 def leave_gradients_absent(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Let the backward get None for absent gradients, if its program allows that."""
     facts, own = around.graph.facts, around.graph.results.own

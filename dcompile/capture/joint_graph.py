@@ -18,9 +18,10 @@ import torch
 from dcompile import compat
 from dcompile.capture.aliasing.output_views import memory_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import COMPUTED_IN_FORWARD
-from dcompile.capture.passes.joint.saved_values import is_view
+from dcompile.capture.passes.joint.saved_values import OFFLOADED, is_view
 from dcompile.capture.passes.run_passes import DONATED
 from dcompile.device_traits import traits_of
+from dcompile.operators.host_copies import LOAD, OFFLOAD
 
 TOKEN = "dcompile_sync"
 """Name of the token that tells a backward whether to reduce gradients.
@@ -175,6 +176,68 @@ def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in own:
             node.meta[DONATED] = True
+
+
+def offload_marked(forward: Any, backward: Any, num_fwd_outputs: int, everything_on: str = "") -> list[str]:
+    """Save marked values (`saved_values.offload`) in host memory: copy them there, and back before their first reader.
+
+    A value that outlives the forward on its device anyway stays there: a result, an input, or what shares their memory
+    or that of another saved value. So does one with gaps, whose strides a copy would not have. Returns a line for the
+    receipt for each that stays. `everything_on`: offload all on this type of device, marked or not.
+    """
+    stay: list[str] = []
+    output = forward.graph.output_node()
+    outputs = list(output.args[0])
+    held = Counter(map(memory_of, outputs)) + Counter(map(memory_of, forward.graph.find_nodes(op="placeholder")))
+    places = {node: number for number, node in enumerate(forward.graph.nodes)}
+    inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    marked = {memory_of(node) for node in forward.graph.nodes if OFFLOADED in node.meta}  # or a view of it is saved
+    for at, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
+        if not (memory_of(node) in marked - {None} or _is_made_on(node, everything_on)):
+            continue
+        value, received = node.meta["val"], inputs[node.name]
+        is_dense = compat.sizes.is_dense(value) or compat.sizes.is_known_contiguous(value)
+        if held[memory_of(node)] != 1 or not is_dense:
+            why = "its memory has gaps" if held[memory_of(node)] == 1 else "its memory is held otherwise, too"
+            stay.append(f"saved on its device, not in host memory: {node.name} ({node.target}): {why}")
+            continue
+        last = max((user for user in (node, *node.users) if user is not output), key=places.__getitem__)
+        with forward.graph.inserting_after(last):
+            outputs[at] = _host_copy(forward, OFFLOAD, (node,), node)
+        _load_back(backward, received)
+    output.args = (tuple(outputs),)
+    forward.recompile()
+    backward.recompile()
+    return stay
+
+
+def _is_made_on(node: Any, device: str) -> bool:
+    """Whether a node is a tensor that the forward computes on this type of device, and no token."""
+    is_tensor = memory_of(node) is not None
+    return is_tensor and node.op == "call_function" and node.name != TOKEN and node.meta["val"].device.type == device
+
+
+def _load_back(backward: Any, received: Any) -> None:
+    """Make an input of the backward one in host memory, and load it where it is read first."""
+    value = received.meta["val"]
+    readers = [node for node in backward.graph.nodes if node in received.users]
+    with backward.graph.inserting_before(readers[0]):  # the output, if nothing else reads it
+        loaded = _host_copy(backward, LOAD, (received, value.device), received)
+    received.replace_all_uses_with(loaded, delete_user_cb=lambda user: user is not loaded)
+    received.meta = {key: kept for key, kept in received.meta.items() if key not in (DONATED, "tensor_meta")}
+    with compat.aot.detect_fake_mode([value]):
+        received.meta["val"] = OFFLOAD(value)
+
+
+def _host_copy(gm: Any, operation: Any, args: tuple[Any, ...], of: Any) -> Any:
+    """Insert a copy between a device and host memory, with the origin of the value that it copies."""
+    value = of.meta["val"]
+    copy = gm.graph.call_function(operation, args)
+    copy.meta |= {key: of.meta[key] for key in ("stack_trace", "nn_module_stack") if key in of.meta}
+    with compat.aot.detect_fake_mode([value]):
+        host = OFFLOAD(value)
+        copy.meta["val"] = host if len(args) == 1 else LOAD(host, value.device)
+    return copy
 
 
 def _may_be_lent(result: Any) -> bool:

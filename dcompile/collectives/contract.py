@@ -158,6 +158,8 @@ class ProgramReport:
     """Bytes that a call copies only to move gradients into buckets."""
     bytes_gathered: int = 0
     """Bytes of sharded parameters that a call gathers, as they arrive."""
+    bytes_offloaded: int = 0
+    """Bytes of saved values that a call copies to host memory."""
     built: int = 0
     cache_hits: int = 0
     graphs_cached: int = 0

@@ -423,7 +423,7 @@ def _local_result(name: str, args: Any, kwargs: Any) -> Any:
 
 def _of_this_rank(kind: CollectiveKind, value: torch.Tensor, args: Any) -> torch.Tensor:
     match COLLECTIVES[kind].result:
-        case "same":
+        case "same" | "copy":
             return value.clone()
         case "gathered":
             return value.repeat(args[1], *[1] * (value.dim() - 1))

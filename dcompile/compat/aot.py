@@ -187,6 +187,11 @@ def always_recompute(node: Any) -> None:
     node.meta["ac_graph_id"] = NO_REGION
 
 
+def asks_to_offload(node: Any) -> bool:
+    """Whether a policy of selective checkpointing saves this node in host memory; torch 2.11 has no such policy."""
+    return getattr(node.meta.get("recompute"), "name", "") in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+
+
 def prefer_recompute(node: Any, region: int) -> None:
     """Have the partitioner compute this node of a checkpointed region again, as `torch.utils.checkpoint` asks it to."""
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE

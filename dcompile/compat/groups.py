@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from dcompile.ir.collective_kinds import HOST_LINK
+
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_dtensor")
 """Namespaces of ops that take the name of a process group."""
 
@@ -175,6 +177,8 @@ def group_by_name(name: str) -> Any:
 
 def describe_group(name: str) -> str:
     """Description of a process group for people: its mesh dimension, if any, and its name."""
+    if name == HOST_LINK:
+        return "the link to host memory"
     said = getattr(group_by_name(name), "group_desc", "") or ""
     if said in ("", "undefined", "default_pg"):
         return f"group {name}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,9 +50,38 @@ class Hooks:
 
 
 def active_hook_kinds(hooks: Hooks | None) -> str:
-    """Text that a call's function receives: kinds of a module's hooks, and whether saved-tensor hooks are traced."""
+    """Text that a call's function receives: kinds of a module's hooks, and what programs do for saved-tensor hooks."""
     kinds = "" if hooks is None else hooks.kinds()
+    if saves_on_cpu():
+        return f"{kinds} save on cpu"
     return f"{kinds} saved tensors" if saved_are_traced() else kinds
+
+
+def saves_on_cpu() -> bool:
+    """Whether the innermost saved-tensor hooks are those of `torch.autograd.graph.save_on_cpu`."""
+    found = saved_tensor_hooks()
+    pack = None if found is None else found[0]
+    names = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "").partition(".")[0]
+    return names == ("torch.autograd.graph", "save_on_cpu")
+
+
+def saved_hooks_run() -> bool:
+    """Whether hooks run on what autograd saves now, by code that may read it on the host."""
+    import torch
+
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextlib.contextmanager
+def no_saved_hooks() -> Iterator[None]:
+    """Save tensors as they are, whatever hooks are on; what autograd saves inside has none."""
+    import torch
+
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def saved_are_traced() -> bool:

@@ -20,6 +20,7 @@ from dcompile.codegen.emit.target import Built, EmitRequest, Kernels, KernelSour
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
+from dcompile.codegen.schedule.order.cost_model import offloaded_bytes
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_lines, predict_schedule
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_all_gather import gathered_bytes
@@ -39,6 +40,7 @@ from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.logs import doing, dump, dump_change, is_logged, log, log_code
+from dcompile.operators import host_copies
 from dcompile.operators.random_ops import is_random
 from dcompile.passes import LoopPass, check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, launch_passes, loop_passes, nest_passes
@@ -48,6 +50,7 @@ from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 
 Result = TypeVar("Result")
 RANDOM = "random numbers are others than eager's, and a seed repeats them: docs/guide/random-numbers.md"
+WAITED = "copies to or from host memory are waited for at once: they are library calls in this graph"
 EPILOGUES = "fuse_matmul_epilogues"
 """Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
@@ -138,6 +141,8 @@ class Pipeline:
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined
+        if any(isinstance(step, Extern) and step.op in host_copies.KINDS for step in program.steps):
+            report.notes.append(WAITED)
         if any(is_random(node.target) for node in gm.graph.nodes):
             report.notes.append(RANDOM)
         took_ms = (time.perf_counter() - began) * 1e3
@@ -417,6 +422,7 @@ def _report(program: Program, kernels: Kernels, request: Request) -> ProgramRepo
         collectives=len(program.buckets) + sum(map(is_own_collective, program.steps)),
         bytes_copied=copied_bytes(program),
         bytes_gathered=gathered_bytes(program),
+        bytes_offloaded=offloaded_bytes(program),
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
 from dcompile.explain.timeline import OWN, CollectiveReport, advise, duration, label
+from dcompile.ir.collective_kinds import HostCopyKind
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
@@ -30,7 +32,8 @@ def exchanges_of(
         seconds, exposed, queued = foreseen.get(step.bucket, (0.0, 0.0, 0.0))
         producer, consumer = _producer(program, position), _consumer(program, step.bucket)
         nbytes = sum(size for size in sizes if size is not None) if step.call is None else whole_bytes(step.call, table)
-        group = step.group if step.call is None else compat.groups.describe_group(group_of(step.call))
+        named = step.group if step.copies_by_host or step.call is None else group_of(step.call)
+        group = step.group if step.call is None else compat.groups.describe_group(named)
         numbers = buckets[step.bucket].params if step.call is None else ()
         names = tuple(parameters.get(number, f"parameter {number}") for number in numbers)
         found = CollectiveReport(
@@ -114,7 +117,8 @@ def exchange_lines(exchange: CollectiveReport) -> Iterator[str]:
     """Describe a collective in three lines: what it is, what it depends on, and what would change it."""
     shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
     count = len(exchange.parameters)
-    of = f"{count} parameter{'' if count == 1 else 's'} ({shown})" if count else "of the model's own"
+    whose = "a saved value" if exchange.kind in get_args(HostCopyKind) else "of the model's own"
+    of = f"{count} parameter{'' if count == 1 else 's'} ({shown})" if count else whose
     yield f"{exchange.kind} {exchange.bucket} over {exchange.group}: {bytes_text(exchange.nbytes)}, {of}"
     yield f"  starts after {exchange.producer}; {exchange.consumer} waits for it"
     foreseen = f"by the cost model {duration(exchange.seconds)}, {duration(exchange.exposed)} exposed; "

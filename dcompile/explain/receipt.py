@@ -23,7 +23,7 @@ from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
 from dcompile.ir.buffers import ITEMSIZE
-from dcompile.ir.diagram import count_text
+from dcompile.ir.diagram import bytes_text, count_text
 from dcompile.passes import GAIN
 
 OVER_BREAKS = "gradients of one tensor from several graphs, added in another order"
@@ -74,6 +74,8 @@ class Receipt:
     """Bytes that a step copies only to move gradients to where they are reduced."""
     bytes_gathered: int = 0
     """Bytes of sharded parameters that a step gathers, in forward and backward, as they arrive on each rank."""
+    bytes_offloaded: int = 0
+    """Bytes of saved values that a step copies to host memory, from where its backward loads them."""
     predicted_exposed_us: float = 0.0
     """Predicted exposed communication of a step on a GPU, by the cost model; 0 on CPUs. `profile` measures it."""
     reasons: tuple[str, ...] = ()
@@ -201,6 +203,7 @@ def _kernels_line(receipt: Receipt) -> str:
         f"{receipt.cache_hits} from the cache",
         *([f"{receipt.kernels_received} by another rank"] if receipt.kernels_received else []),
         f"in {receipt.compile_seconds:.1f} s",
+        *([f"{bytes_text(receipt.bytes_offloaded)} offloaded to host memory"] if receipt.bytes_offloaded else []),
     ]
     return ", ".join(parts)
 
@@ -256,7 +259,7 @@ def _joined(whole: Receipt, part: Receipt) -> Receipt:
     return Receipt(**values)
 
 
-OF_NEWEST = ("kernels", "kernel_calls", "library_calls", "pieces", "regions", "bytes_gathered")
+OF_NEWEST = ("kernels", "kernel_calls", "library_calls", "pieces", "regions", "bytes_gathered", "bytes_offloaded")
 """Counts of a receipt that are sums over the programs of the newest variant."""
 OF_EVERY = (
     "cache_hits", "built", "graphs_cached", "graphs_received", "kernels_received", "graphs_uncacheable", "recordings",

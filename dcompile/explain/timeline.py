@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
+from dcompile.ir.collective_kinds import HostCopyKind, PlannedKind, bucket_traits
 
 Arrived: TypeAlias = "tuple[float, int] | None"
 """Time of the last rank's arrival at a collective, and that rank; None where it is not known."""
@@ -20,6 +20,7 @@ MIN_BANDWIDTH_BOUND_BYTES = 1 << 20
 """A collective of fewer bytes takes its latency."""
 MAX_HIDDEN_SHARE = 0.005
 """Part of the step below which an exposed collective needs no advice."""
+COPIED = "the link to host memory is slower than what is computed meanwhile: offload fewer bytes"
 OWN = "the model's own plan leaves no compute to hide it: fewer parallel ranks, or layouts that change less often"
 
 
@@ -257,6 +258,8 @@ def advise(found: CollectiveReport, step: float) -> str:
         return "hidden" if found.exposed else "hidden: nothing waits for it"
     if found.exposed_skew > found.exposed / 2:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
+    if found.kind in get_args(HostCopyKind):
+        return COPIED
     if found.own:
         return OWN
     if found.queued > found.seconds:

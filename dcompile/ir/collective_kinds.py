@@ -1,5 +1,8 @@
 """The table of collective kinds: every fact about a kind that passes, emitters, run time and reports ask for.
 
+Copies between a device and host memory are kinds, too. One rank does them alone, but they are scheduled alike: each has
+a start, a duration on a link of its own, and a wait.
+
 Code that differs for each kind (calls of the run time, advice of a report) matches on the kind without a catch-all.
 mypy then names the places that a new kind lacks.
 """
@@ -12,9 +15,14 @@ from typing import Literal, TypeAlias
 
 PlannedKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"]
 """Kinds that dcompile plans itself, on buckets. The model's code may use them, too."""
-CollectiveKind: TypeAlias = PlannedKind | Literal["all_to_all", "broadcast"]
-ResultSize: TypeAlias = Literal["same", "gathered", "part", "splits"]
-"""Size of a result relative to the operand: equal; times the ranks; divided by the ranks; by its split sizes."""
+HostCopyKind: TypeAlias = Literal["offload", "load"]
+"""offload: to host memory; load: from there."""
+CollectiveKind: TypeAlias = PlannedKind | Literal["all_to_all", "broadcast"] | HostCopyKind
+ResultSize: TypeAlias = Literal["same", "gathered", "part", "splits", "copy"]
+"""Size of a result relative to the operand: equal, in its place; times the ranks; divided by the ranks; by its split
+sizes; equal, in other memory."""
+HOST_LINK = "host_link"
+"""Stands for a process group in copies to and from host memory. Its lane is one stream, so they run in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,9 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveTraits] = {
         ),
         CollectiveTraits("all_to_all", ("all_to_all_single",), "splits", ring_passes=1),
         CollectiveTraits("broadcast", ("broadcast",), "same", ring_passes=1),
+        # not between ranks: `operators/host_copies.py` has their operators
+        CollectiveTraits("offload", (), "copy", ring_passes=0),
+        CollectiveTraits("load", (), "copy", ring_passes=0),
     )
 }
 

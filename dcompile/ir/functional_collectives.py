@@ -28,7 +28,7 @@ def kind_of(op: str) -> CollectiveKind | None:
 def is_own_collective(step: Step) -> bool:
     """Whether a step starts one of the model's own collectives, as a `Collective` or as a library call."""
     if isinstance(step, Collective):
-        return step.call is not None
+        return step.call is not None and not step.copies_by_host
     return isinstance(step, Extern) and kind_of(step.op) is not None
 
 

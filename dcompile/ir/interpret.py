@@ -70,9 +70,14 @@ class InterpretedResult:
     inputs: dict[str, Array]
 
 
-def execute(program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None) -> InterpretedResult:
-    """Like `interpret`, with the content of the inputs after the call."""
-    machine = Machine(program, inputs, externs or {})
+def execute(
+    program: Program,
+    inputs: Mapping[str, Array | int],
+    externs: Externs | None = None,
+    late: frozenset[str] = frozenset(),
+) -> InterpretedResult:
+    """Like `interpret`, with the content of the inputs after the call. `late`: see `Machine`."""
+    machine = Machine(program, inputs, externs or {}, late)
     for step in program.steps:
         machine.run(step)
     return machine.result()
@@ -136,10 +141,21 @@ def _is_within_another(buffer: Buffer) -> bool:
 
 
 class Machine:
-    """Memory, and the steps that change it, one at a time."""
+    """Memory, and the steps that change it, one at a time.
 
-    def __init__(self, program: Program, inputs: Mapping[str, Array | int], externs: Externs) -> None:
+    Collectives in `late` take place at their wait, all others at their start. A program without a race has the same
+    results whichever they are.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Mapping[str, Array | int],
+        externs: Externs,
+        late: frozenset[str] = frozenset(),
+    ) -> None:
         self._program, self.table = program, program.table
+        self._late, self._in_flight = late, dict[str, Collective]()
         self.externs = externs
         self.symbols: dict[str, int] = {}
         self._learn_symbols(program, inputs)
@@ -239,12 +255,19 @@ class Machine:
                     self.loop(step)
                 case Extern():
                     self.extern(step)
+                case Collective() if step.bucket in self._late:
+                    self._in_flight[step.bucket] = step
                 case Collective():
                     self.collective(step)
+                case Wait() if step.bucket in self._in_flight:
+                    self.collective(self._in_flight.pop(step.bucket))
                 case Wait():
                     pass  # the collective took place at its start
 
     def collective(self, step: Collective) -> None:
+        if step.call is not None and step.copies_by_host:
+            self._window(self._all_of(step.buffers[0]))[...] = self._window(step.call.views[0])
+            return
         if step.call is not None and (step.sent or step.call.op in self.externs):
             self.extern(step.call)
             return

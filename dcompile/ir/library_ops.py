@@ -128,6 +128,7 @@ LIBRARY_OPS: Mapping[str, _Count | None] = {
     **dict.fromkeys(("aten._int_mm", "aten._scaled_mm"), _mm),
     **{packet_of(name): _mm for name, op in MATMUL_OPS.items() if op.wide},
     **dict.fromkeys(("dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends")),
+    **dict.fromkeys(("dcompile_host.offload", "dcompile_host.load")),
     **dict.fromkeys(f"aten.{name}" for name in (
         # matmuls whose FLOPs are not counted
         "_grouped_mm", "addbmm", "_trilinear",

@@ -267,6 +267,8 @@ class Extern:
 class Collective:
     """Start of a collective on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
 
+    A copy to or from host memory is one by its kind: it has a start, a link of its own and a wait, but no other ranks.
+
     An all_reduce works on `buffers` in place. An all_gather fills them from the shards that the ranks hold. A
     reduce_scatter sums them over the ranks, and each rank keeps its shard of the sums outside of the program, but for
     the shards that it has in `made`. Afterwards, the content of the other `buffers` is undefined.
@@ -298,6 +300,11 @@ class Collective:
     def gathers_parameters(self) -> bool:
         """Whether it is one of dcompile's own that fill buffers from shards; the model's own send results."""
         return self.call is None and bucket_traits(self.kind).gathers
+
+    @property
+    def copies_by_host(self) -> bool:
+        """Whether it is a copy to or from host memory, which a rank does alone."""
+        return COLLECTIVES[self.kind].result == "copy"
 
     @property
     def in_place(self) -> bool:

@@ -32,6 +32,7 @@ from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, loaded, placed, read
 from tests.codegen.emit.loops import on_a_gpu
 from tests.fuzz.by_triton import run_triton
+from tests.fuzz.host_copies import check_copies
 from tests.fuzz.records import Case, Inputs
 from tests.fuzz.shrink import Fails, shrink
 from tests.ir.fuzz import random_program
@@ -112,6 +113,7 @@ def checks() -> Iterator[Check]:
     yield Check("passes", True, 10, lambda cases: [_passes(*case) for case in cases])
     yield Check("passes with symbolic sizes", True, 8, lambda cases: [_passes(*case) for case in cases], True)
     yield Check("fusion", False, 10, lambda cases: [_fusion(*case) for case in cases])
+    yield Check("host copies", True, 8, lambda cases: [check_copies(*case) for case in cases])
     for name, runner in targets().items():
         yield Check(f"{name} bit for bit", True, 10, _against_interpreter(runner, planned))
         yield Check(f"{name} with symbolic sizes", True, 6, _against_interpreter(runner, planned), True)

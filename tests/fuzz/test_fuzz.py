@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Program, View
+from tests.fuzz import host_copies
 from tests.fuzz import keep as keeping
 from tests.fuzz.__main__ import failure, search, smallest
 from tests.fuzz.checks import Check, checks, first_difference
@@ -128,3 +129,9 @@ def test_differences_are_said_and_nan_is_equal_to_nan():
     text = "y[1, 1] is np.float64(0.5), not np.float64(0.0) (1 of 6 differ)"
     assert first_difference(program, [one], [two]) == text
     assert first_difference(program, [one], [two], rtol=1, atol=1) is None
+
+
+def test_a_race_of_copies_is_found_where_the_verifier_accepts_it(monkeypatch):
+    monkeypatch.setattr(host_copies, "verify", lambda program: None)
+    found = search(LOOPS["host copies"], range(6))
+    assert found and all("late" in text or "IndexError" in text for _, text in found)

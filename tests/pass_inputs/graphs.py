@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 import textwrap
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy
+from dcompile.capture.passes.joint.saved_values import OFFLOADED
 from dcompile.capture.passes.run_passes import GraphRequest
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.config import Config
@@ -281,6 +283,20 @@ def drawn_again() -> GraphModule:
     return gm
 
 
+class Policy(enum.Enum):
+    """What `CheckpointPolicy` has in newer versions than torch 2.11."""
+
+    MUST_CPU_OFFLOAD = 4
+
+
+def offloaded() -> GraphModule:
+    """A function of which selective checkpointing offloads a value."""
+    gm = joint(lambda x, w: (x @ w).tanh().sin(), learning(4, 3), learning(3, 2))
+    for node in gm.graph.find_nodes(op="call_function", target=aten.tanh.default):
+        node.meta["recompute"] = Policy.MUST_CPU_OFFLOAD
+    return gm
+
+
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss by two parts of the classes."""
     settings: dict[str, Any] = {"dtype": torch.float32, "result": torch.float32, "grad": True, "ignore_index": -100}
@@ -347,6 +363,7 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "keep_rows_contiguous": GraphInput(lambda: traced(heard, zeros(2, 32, 40), zeros(40, 32))),
     "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
+    "offload_by_policy": GraphInput(offloaded),
     "recompute_softmax": GraphInput(
         lambda: joint(weighted, *(learning(8, 256, 8, dtype=torch.bfloat16) for _ in range(3)))
     ),
@@ -396,4 +413,5 @@ def _value_text(node: Any) -> str:
 
 def _mark_text(node: Any) -> str:
     policy = node.meta.get("recompute")
-    return "" if policy is None else policy.name.lower().replace("_", " ")
+    where = ", in host memory" if OFFLOADED in node.meta else ""
+    return "" if policy is None else policy.name.lower().replace("_", " ") + where

@@ -33,7 +33,7 @@ from dcompile.codegen.lower.symbolic.strides import contiguous
 from dcompile.compat.size_expressions import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT
-from dcompile.ir.collective_kinds import COLLECTIVES
+from dcompile.ir.collective_kinds import COLLECTIVES, HOST_LINK
 from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.gemm import MATMUL_OPS
 from dcompile.ir.index import Index
@@ -41,6 +41,7 @@ from dcompile.ir.library_ops import LIBRARY_OPS, packet_of
 from dcompile.ir.nodes import CALL, REGION, Arg, Collective, Extern, View, Wait
 from dcompile.ir.ops import DTYPES
 from dcompile.kernel_backends.compile_region import RegionCall
+from dcompile.operators import host_copies
 
 WITH_EFFECTS = "higher_order.with_effects"
 """with_effects(token, op, *args): keeps calls that may raise in order; the op inside decides about fallbacks."""
@@ -321,6 +322,28 @@ def lower_collective(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
         _land(low, start)  # every rank takes part, even if the result is unused
     results = [from_view(view, dtype_name(fake.dtype)) for view, fake in zip(views, values, strict=True)]
     return results[0] if isinstance(value, torch.Tensor) else results
+
+
+def lower_host_copy(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor | None:
+    """Return the result of a copy to or from host memory, and add its start and its wait.
+
+    None where it is none, and where no loop knows the dtype or the size: then it is a library call.
+    """
+    op = str(node.target)
+    kind = host_copies.KINDS.get(op)
+    if kind is None:
+        return None
+    value: Any = node.meta["val"]
+    tensor, (shape, strides) = args[0], opaque_shape(value)
+    if tensor.dtype not in DTYPES or not low.has((*shape, *strides)) or _is_late(low, (*shape, *strides)):
+        return None
+    low.device = node.args[0].meta["val"].device.type  # type: ignore[union-attr]  # where it may have to be stored
+    sent = low.exact(replace(tensor, strides=strides))
+    view = low.buffer(shape, tensor.dtype, strides, name=node.name, device=value.device.type)
+    call = Extern(op, (sent,), (), (view.buffer,), "out", origin=low.origin)
+    start = Collective(kind, view.buffer, HOST_LINK, (view.buffer,), call)
+    low.steps += [start, Wait(start.bucket, start.buffers, start.sent)]
+    return from_view(view, tensor.dtype)
 
 
 def _why_not(low: Lowering, node: Node, args: Sequence[Any]) -> str | None:

@@ -32,6 +32,7 @@ from dcompile.codegen.lower.library_calls import (
     call_region,
     is_region,
     lower_collective,
+    lower_host_copy,
 )
 from dcompile.codegen.lower.registry import PRODUCTS, RULES
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, overwrite_input, put_in_place, with_shared_data
@@ -258,6 +259,8 @@ class _Walk:
         self.low.device = _device_of(value) or self.low.device
         if (exchanged := lower_collective(self.low, node, args)) is not None:
             return exchanged
+        if (copied := lower_host_copy(self.low, node, args)) is not None:
+            return copied
         if (attended := lower_flex_attention(self.low, node, args, lower)) is not None:
             return attended
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -119,6 +119,8 @@ def _start(
             return start_reduce_scatter(group, filled, sent, reduce_op(how[0]), limit_s)
         case "all_to_all":
             return start_all_to_all(group, filled[0], sent[0], how[0], how[1], limit_s)
+        case "offload" | "load":
+            raise AssertionError("copies to and from host memory are no collectives of a group: see `HostCopy`")
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -102,9 +102,10 @@ def keep(figures: Figures, name: str, directory: Path) -> Path:
 
 
 def measure(device: torch.device, group: Any = None) -> Figures:
-    """Measure memory, GEMMs and, in a group, all-reduces. All ranks of the group call this together.
+    """Measure memory, GEMMs, copies to and from host memory and, in a group, all-reduces.
 
-    Takes a fifth of a second. Figures that are not measured come from the table; all are rounded to steps of 19 %.
+    All ranks of the group call this together. Takes a fifth of a second. Figures that are not measured come from the
+    table; all are rounded to steps of 19 %.
     """
     table = table_figures(device_name(device))
     gpu = device.type == "cuda"
@@ -118,7 +119,15 @@ def measure(device: torch.device, group: Any = None) -> Figures:
             matrix = torch.ones((size, size), dtype=getattr(torch, dtype), device=device)
             rate = 2 * size**3 / _seconds(partial(torch.mm, matrix, matrix), device) / 1e12
         tflops.append((dtype, rate))
-    found = replace(table, name="measured", memory_gbs=2 * source.nbytes / copy / 1e9, tflops=tuple(tflops))
+    pinned = torch.empty_like(source, device="cpu", pin_memory=gpu)
+    out, back = (_seconds(run, device) for run in (lambda: pinned.copy_(source), lambda: target.copy_(pinned)))
+    found = replace(
+        table,
+        name="measured",
+        memory_gbs=2 * source.nbytes / copy / 1e9,
+        tflops=tuple(tflops),
+        host_gbs=source.nbytes / max(out, back) / 1e9,
+    )
     if group is not None and dist.get_world_size(group) > 1:
         found = replace(found, links=(_link(device, group),), network=None)
     return round_figures(found)

@@ -156,7 +156,7 @@ def parse_statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     comment = lines[node.lineno - 2].strip()
     origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
     library = re.fullmatch(r"(?:entry\()?torch\.(ops\.)?([\w.]+)\)?", found)
-    if own := re.match(r"run\.collective\('([^']+)', '([^']+)'", found):
+    if own := re.match(r"run\.(?:collective|host_copy)\('([^']+)', '([^']+)'", found):
         texts = [leaf.value for leaf in value.args if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
         exchange = {"waits": own[2]} if method else {"starts": own[2], "group": texts[-1]}
         return InstrumentedStatement(own[1], origin, frozenset(), **exchange)

@@ -140,7 +140,8 @@ class HostProgram:
 
     def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run with an arena that is freed after the call: for a recording, with memory of the recorder's pool."""
-        workspace = Workspace(self._device(args))  # held during the call, which knows addresses in it
+        # held during the call, which knows addresses in it
+        workspace = Workspace(self._device(args), host=self._workspaces.host)
         args.extend(self._constants)
         sizes = () if self._sizes is None else self._sizes(args)
         with torch.no_grad():

@@ -25,6 +25,7 @@ from dcompile.compat.guards import like_these
 from dcompile.compat.storage_holders import is_only_reference
 from dcompile.compat.tensors import assert_on_device, copy_all
 from dcompile.errors import DcompileError, NotInPartsError
+from dcompile.ir.collective_kinds import HostCopyKind
 from dcompile.ir.gemm import Geometry
 from dcompile.ir.index import element_span
 from dcompile.ir.library_ops import COPY_EACH
@@ -42,6 +43,7 @@ from dcompile.runtime.program.arena import (
 )
 from dcompile.runtime.program.argument_table import Address, ArgumentTable, kernel_calls, library
 from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
+from dcompile.runtime.program.host_copies import HostCopy, HostMemory
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
@@ -173,17 +175,20 @@ class Workspaces:
         self.idle: defaultdict[int, list[Workspace]] = defaultdict(list)
         """Idle workspaces by GPU number; -1 for the CPU."""
         self._begun: set[int] = set()
+        self.host = HostMemory()
+        """Memory of what the model's programs offload."""
 
     def another(self, device: int) -> Workspace:
         """Make a workspace. The first one of a device is kept after its call."""
         lasting = device not in self._begun
         self._begun.add(device)
-        return Workspace(device, lasting)
+        return Workspace(device, lasting, self.host)
 
     def release(self) -> None:
         """Free the idle workspaces; a later call makes one anew."""
         self.idle.clear()
         self._begun.clear()
+        self.host = HostMemory()
 
 
 class _Prepared:
@@ -199,8 +204,9 @@ class _Prepared:
 class Workspace:
     """Arena as large as the largest program in it needs, and the calls that are prepared for it."""
 
-    def __init__(self, device: int, lasting: bool = False) -> None:
+    def __init__(self, device: int, lasting: bool = False, host: HostMemory | None = None) -> None:
         self.device, self.lasting = device, lasting
+        self.host = HostMemory() if host is None else host
         self.arena: Arena | None = None
         """Calls hold only addresses in it, not the arena itself."""
         self.fixed: dict[PreparableProgram, Call] = {}
@@ -223,7 +229,9 @@ class Workspace:
             prepared = self._prepared.setdefault(program, _Prepared())
             if prepared.run is None:
                 notes = program.report.notes
-                prepared.run = HostProgramServices(arena, program.libraries, prepared.results, self.device, notes)
+                prepared.run = HostProgramServices(
+                    arena, program.libraries, prepared.results, self.device, notes, self.host
+                )
             prepared.run.begin()
             call = program.make(prepared.run, *sizes)
         prepared.calls[sizes] = call
@@ -254,8 +262,10 @@ class HostProgramServices:
         results: dict[str, RecycledResultMemory],
         device: int,
         notes: list[str],
+        host: HostMemory | None = None,
     ) -> None:
         self.device, self.notes = device, notes
+        self.host = HostMemory() if host is None else host
         self.arena = arena
         self.libraries = libraries
         self.results = results
@@ -366,6 +376,17 @@ class HostProgramServices:
     ) -> Callable[[], torch.Tensor]:
         """Allocator of one result whose size varies from call to call."""
         return self.results.setdefault(name, RecycledResultMemory()).of(dtype, shape, strides)
+
+    def host_memory(
+        self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Callable[[], torch.Tensor]:
+        """Allocator of host memory for one offloaded value."""
+        return self.host.allocator((dtype, shape, strides), self.device)
+
+    def host_copy(self, kind: HostCopyKind, name: str) -> HostCopy:
+        """One copy to or from host memory."""
+        del name
+        return HostCopy(kind, self.host, self.device)
 
     def kernel(self, name: str, count: int) -> Callable[..., Any]:
         """Compiled kernel that takes `count` addresses and sizes. It returns 0, or an error status."""

@@ -1,7 +1,8 @@
 """Choose, beyond torch's own rules, which values a forward saves and which ones its backward recomputes.
 
-In order: values that must be saved, or must not. A float32 softmax of 16-bit scores, which is recomputed. Copies of
-values that nothing changes, each of which would be saved in addition to its source. Images for the backward of pooling.
+In order: values that must be saved, or must not, or are saved in host memory. A float32 softmax of 16-bit scores,
+which is recomputed. Copies of values that nothing changes, each of which would be saved in addition to its source.
+Images for the backward of pooling.
 
 Guarantees: the same values. The result depends only on the graph, so it is the same on every rank.
 """
@@ -45,6 +46,27 @@ _LOOKUPS = frozenset(("aten.embedding.default", "aten.index_select.default"))
 def is_view(node: Any) -> bool:
     """Whether a node is a view of what it reads, or one of several views."""
     return node.op == "call_function" and (str(node.target) in _LOOKS or node.target is operator.getitem)
+
+
+OFFLOADED = "dcompile_offloaded"
+"""The mark of values that are saved in host memory."""
+
+
+def offload(node: Any) -> None:
+    """Have a value of the forward saved in pinned host memory, where the backward needs it, in place of the device's.
+
+    `joint_graph.partition_joint` makes the copies. Values that the caller or other saved values hold anyway stay.
+    """
+    compat.aot.never_recompute(node)
+    node.meta[OFFLOADED] = True
+
+
+def offload_by_policy(joint: Any) -> PassReport:
+    """Offload what a policy of selective checkpointing wants to be (`CheckpointPolicy.MUST_CPU_OFFLOAD`)."""
+    found = [node for node in joint.graph.nodes if compat.aot.asks_to_offload(node)]
+    for node in found:
+        offload(node)
+    return PassReport(len(found))
 
 
 def copy_changed_inputs(joint: Any) -> PassReport:

@@ -9,7 +9,7 @@ Allocated are results, large buffers, and those that others are stored in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.target import Kernels, KernelSource
@@ -192,10 +192,21 @@ _QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
 
 
 class HostBuffers:
-    """Writes the statements that allocate. `recycle`: whether results' memory is kept for the next call."""
+    """Writes the statements that allocate. `recycle`: whether results' memory is kept for the next call.
 
-    def __init__(self, table: Mapping[str, Buffer], text: HostExpressions, batch: LaunchBatch, recycle: bool) -> None:
+    `offloaded`: buffers in host memory that copies from the device fill.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Buffer],
+        text: HostExpressions,
+        batch: LaunchBatch,
+        recycle: bool,
+        offloaded: Set[str] = frozenset(),
+    ) -> None:
         self.table, self.text, self.batch, self.recycle = table, text, batch, recycle
+        self.offloaded = offloaded
         self.lines = text.lines
 
     def ensure(self, name: str) -> None:
@@ -213,6 +224,9 @@ class HostBuffers:
         self.batch.allocated.add(name)
         shape, strides = self.text.tuple_of(buffer.shape), self.text.tuple_of(buffer.strides)
         layout = f"torch.{buffer.dtype}, {shape}, {strides}"
+        if name in self.offloaded:
+            self.lines.append(f"{self.text.name(name)} = {self.text.once(f'run.host_memory({layout})', 'new')}()")
+            return
         late = any(not self.text.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
         recycle = self.recycle and buffer.device == "cpu" and not late and name in self.batch.outputs
         if recycle and not isinstance(buffer.extent, int):

@@ -29,7 +29,7 @@ from dcompile.codegen.emit.host.extern_calls import ExternCalls, in_torch, read_
 from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource, LibraryReplacement
 from dcompile.collectives.contract import APART, TOGETHER
 from dcompile.ir.buffers import NUMBER, Bucket, Buffer
-from dcompile.ir.collective_kinds import bucket_traits
+from dcompile.ir.collective_kinds import HOST_LINK, bucket_traits
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import REGION, SCALE, Collective, Extern, Loop, Program, Step, View, Wait, views_of
@@ -88,7 +88,8 @@ class HostProgramWriter:
         """All views of each buffer in library calls and outputs."""
         for view in all_views(program):
             self.views_of.setdefault(view.buffer, []).append(view)
-        self.buffers = HostBuffers(self.table, self.text, self.batch, recycle)
+        offloaded = {s.bucket for s in program.steps if isinstance(s, Collective) and s.kind == "offload"}
+        self.buffers = HostBuffers(self.table, self.text, self.batch, recycle, offloaded)
         self.collectives = CollectiveCalls(program, self.text, self.buffers, kernels.all_reduces)
         loop_places = [place for place, step in enumerate(program.steps) if isinstance(step, Loop)]
         self.epilogues = {loop_places[number]: bucket for number, bucket in kernels.epilogues.items()}
@@ -283,7 +284,10 @@ def _looked_around(step: Step) -> list[View]:
 
 
 class CollectiveCalls:
-    """Writes them by the table of kinds: dcompile's own go through a source, the model's through `run.collective`."""
+    """Writes them by the table of kinds: dcompile's own go through a source, the model's through `run.collective`.
+
+    Copies to and from host memory go through `run.host_copy`.
+    """
 
     def __init__(
         self, program: Program, text: HostExpressions, buffers: HostBuffers, kernels: Mapping[str, AllReduceKernel]
@@ -338,9 +342,10 @@ class CollectiveCalls:
         sent = [self.text.view(view) for view in views_of(call.args[0])]
         made = [name for name in step.buffers if name not in call.reads]
         filled = [self.text.view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
-        rest = [self.text.argument(arg) for arg in call.args[1:]]
+        rest = [repr(HOST_LINK)] if step.copies_by_host else [self.text.argument(arg) for arg in call.args[1:]]
         kernel, given = self._kernel(step)
-        collective = self.text.once(f"run.collective({call.op!r}, {step.bucket!r}{kernel})", "collective")
+        made_by = f"host_copy({step.kind!r}" if step.copies_by_host else f"collective({call.op!r}"
+        collective = self.text.once(f"run.{made_by}, {step.bucket!r}{kernel})", "collective")
         self.started[step.bucket] = collective
         if call.origin:
             self.lines.append(f"# {', '.join(call.origin)}")
@@ -401,6 +406,9 @@ def unrecordable_steps(program: Program) -> dict[int, str]:
     sized = {
         buffer.name for buffer in program.buffers if not late.isdisjoint(_symbols((*buffer.shape, *buffer.strides)))
     }
+    if any(isinstance(step, Collective) and step.copies_by_host for step in program.steps):
+        # a copy that a piece starts would be awaited at its end, where nothing hides it
+        return dict.fromkeys(range(len(program.steps)), "copies to or from host memory, beside which kernels run")
     told = set[str]()
     found: dict[int, str] = {}
     for position, step in enumerate(program.steps):

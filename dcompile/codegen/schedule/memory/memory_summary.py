@@ -1,6 +1,7 @@
 """Summarize a planned program's memory: its arena, its peak, the holders of the peak, and buffers placed in donors.
 
-Symbolic sizes count with their typical values. Inputs that stay the caller's are not counted.
+Symbolic sizes count with their typical values. Inputs that stay the caller's are not counted, nor is host memory in a
+program of a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, held_by_results, live_ranges
 from dcompile.codegen.schedule.memory.reuse_external import workspaces
+from dcompile.device_traits import main_device
 from dcompile.ir.diagram import bytes_text
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step
@@ -94,7 +96,8 @@ def summarize_memory(planned: Program) -> MemorySummary:
 def _kinds(planned: Program) -> dict[str, str]:
     """Return what each buffer outside the arena with memory of its own is, in words for people."""
     kept, found = escaping_buffers(planned), dict[str, str]()
-    for buffer in planned.buffers:
+    device = main_device(buffer.device for buffer in planned.buffers)
+    for buffer in (buffer for buffer in planned.buffers if buffer.device == device):
         storage = buffer.storage or ""
         if buffer.name in planned.donated:
             found[buffer.name] = "donated input"

@@ -340,8 +340,8 @@ def fits(buffer: Buffer) -> bool:
 
 
 def movable(program: Program, groups: Sequence[Sequence[Buffer]]) -> frozenset[int]:
-    """Return the in-place groups that may leave the arena: on a GPU, and used by no collective."""
-    flying = in_flight(program)
+    """Return the in-place groups that may leave the arena: on a GPU, and used by no collective between ranks."""
+    flying = in_flight(program, host_copies=False)
     return frozenset(n for n, group in enumerate(groups) if all(fits(b) and b.name not in flying for b in group))
 
 

@@ -84,13 +84,17 @@ def hosts_of(
     return found
 
 
-def in_flight(program: Program) -> frozenset[str]:
-    """Return the buffers that collectives use, in part or as a whole; their storage is what the runtime expects."""
+def in_flight(program: Program, host_copies: bool = True) -> frozenset[str]:
+    """Return the buffers that collectives use, in part or as a whole; their storage is what the runtime expects.
+
+    `host_copies`: whether copies to and from host memory count, which may use any memory.
+    """
     holders = {buffer.name: holder for buffer in program.buffers if (holder := buffer.holder) is not None}
+    copied = {step.bucket for step in program.steps if isinstance(step, Collective) and step.copies_by_host}
     return frozenset(
         found
         for step in program.steps
-        if isinstance(step, (Collective, Wait))
+        if isinstance(step, (Collective, Wait)) and (host_copies or step.bucket not in copied)
         for name in step.reads | step.writes
         for found in (name, holders.get(name, name))
     )

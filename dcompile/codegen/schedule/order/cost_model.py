@@ -25,7 +25,8 @@ from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.library_ops import extern_flops, packet_of
 from dcompile.ir.nodes import Apply, Collective, Const, Extern, IndexOf, Load, Loop, Program, Step, View, Wait
 from dcompile.ir.ops import OPS
-from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
+from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds, host_copy_seconds
+from dcompile.operators import host_copies
 
 
 def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> list[float]:
@@ -88,6 +89,8 @@ def step_seconds(
             return extern_seconds(step, table, figures, tile)
         case Collective():
             group, nbytes = groups.get(step.group, GroupSize()), collective_bytes(step, table)
+            if step.copies_by_host:
+                return host_copy_seconds(figures, nbytes)
             if is_copied_gather(step, groups) and figures.copy_gbs:
                 return copying_seconds(figures, nbytes, group.ranks)
             return collective_seconds(figures, step.kind, nbytes, group.ranks)
@@ -210,6 +213,13 @@ def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
     return sum(table[name].typical_bytes for name in names)
 
 
+def offloaded_bytes(program: Program) -> int:
+    """Return the bytes that a program copies to host memory."""
+    calls = (step.call if isinstance(step, Collective) else step for step in program.steps)
+    offloads = (call for call in calls if isinstance(call, Extern) and host_copies.KINDS.get(call.op) == "offload")
+    return sum(functional_collectives.whole_bytes(call, program.table) for call in offloads)
+
+
 # --- simulation -------------------------------------------------------------------------------------------------------
 
 
@@ -246,11 +256,12 @@ def timeline(
     A collective begins when all steps before it are computed and its communicator is free. Computation continues until
     a wait, which delays it until its collective is complete. While a collective runs, computation takes longer by the
     fraction `interference`, and the collective by the fraction `crowding`. Gathers by peer copies have a stream of
-    their own and cause neither.
+    their own and cause neither; nor do copies to and from host memory.
     """
     now = exposed = 0.0
     free: dict[str, float] = {}
-    quiet = {lane_of(step, groups) for step in steps if isinstance(step, Collective) and is_copied_gather(step, groups)}
+    started = (step for step in steps if isinstance(step, Collective))
+    quiet = {lane_of(step, groups) for step in started if step.copies_by_host or is_copied_gather(step, groups)}
     flying: dict[str, int] = {}
     spans: list[PredictedSpan] = []
     for number, (step, duration) in enumerate(zip(steps, seconds, strict=True)):

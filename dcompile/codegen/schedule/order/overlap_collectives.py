@@ -7,6 +7,10 @@ wait, which may differ between ranks.
 Computing steps keep their order. Places are counted between them: 0 is before the first one. Without costs, all-reduces
 start as early and are waited for as late as dependences allow.
 
+Copies to and from host memory are placed afterwards, by the same rules, between all other steps. So they do not change
+the order in which ranks start collectives. A load is placed like a gather, and an offload like a reduction: its memory
+is held on the device until its wait.
+
 A summary gives each collective's start and wait, the computation that hides it, and its exposed time. Times are the
 cost model's, for the final order of steps.
 """
@@ -49,16 +53,22 @@ class CollectiveTask:
     """Bytes that it holds while in flight; 0 if its memory is held anyway."""
     before: frozenset[int]
     """Collectives that must be complete before it starts, their waits included."""
+    free: int
+    """First place from which no computing step holds that memory."""
 
     @property
     def is_gather(self) -> bool:
-        """Whether it gathers parameters, and so may start as early as memory allows; the model's own gather results."""
-        return self.start.gathers_parameters
+        """Whether its operand is there from the start, so that it may start as early as memory allows.
+
+        These are gathers of parameters and loads from host memory. The model's own gather results.
+        """
+        return self.start.gathers_parameters or self.start.kind == "load"
 
     @property
     def fills(self) -> bool:
         """Whether it is one of the model's own and writes buffers that it does not read."""
-        return self.start.call is not None and bool(self.start.writes - self.start.reads)
+        is_own = self.start.call is not None and not self.start.copies_by_host
+        return is_own and bool(self.start.writes - self.start.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +80,24 @@ class CollectivePlaces:
 
 
 class OverlapProblem:
-    """The scheduling problem of one program: computing steps, collectives with bounds, durations, and live bytes."""
+    """The scheduling problem of one program: computing steps, collectives with bounds, durations, and live bytes.
 
-    def __init__(self, program: Program, seconds: Sequence[float], groups: Mapping[str, GroupSize]) -> None:
+    `moves`: the buckets of the collectives to place. Others count among the computing steps, and take no time.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        seconds: Sequence[float],
+        groups: Mapping[str, GroupSize],
+        moves: frozenset[str] | None = None,
+    ) -> None:
         self.program, self.seconds, self.groups = program, seconds, groups
-        self.computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
-        self.times = np.concatenate(([0.0], np.cumsum([seconds[n] for n in self.computing])))
+        flying = {n: step for n, step in enumerate(program.steps) if isinstance(step, (Collective, Wait))}
+        self.moving = {n: step for n, step in flying.items() if moves is None or step.bucket in moves}
+        self.computing = [n for n in range(len(program.steps)) if n not in self.moving]
+        taken = [0.0 if n in flying else seconds[n] for n in self.computing]
+        self.times = np.concatenate(([0.0], np.cumsum(taken)))
         """Start time of the step after each place, if computation never waited."""
         table = program.table
         self.root = {name: buffer.holder or name for name, buffer in table.items()}
@@ -94,9 +116,10 @@ class OverlapProblem:
         """Yield the collectives in the order of the program."""
         steps = self.program.steps
         firsts = edges(steps, ordered_starts=False)
-        starts = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Collective)}
+        starts = {step.bucket: n for n, step in self.moving.items() if isinstance(step, Collective)}
         numbers = {n: number for number, n in enumerate(starts.values())}
-        waits = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Wait)}
+        waits = {step.bucket: n for n, step in self.moving.items() if isinstance(step, Wait)}
+        _, last = self._touched()
         low = self._earliest_starts(firsts)
         high = self._latest_waits(firsts)
         behind = _waited_for(steps, firsts, {waits[bucket]: numbers[n] for bucket, n in starts.items()})
@@ -105,12 +128,22 @@ class OverlapProblem:
             start = steps[n]
             assert isinstance(start, Collective)
             held = start.writes - start.reads if start.call is not None else start.reads | start.writes
+            held = start.reads if start.kind == "offload" else held
             roots = {self.root[name] for name in held if name in self.root}
             nbytes = sum(self.sizes.get(name, 0) for name in roots)
             if start.gathers_parameters:
                 nbytes = min(nbytes, collective_bytes(start, table))
+            free = max((last.get(name, -1) + 1 for name in roots), default=0) if start.kind == "offload" else 0
             yield CollectiveTask(
-                numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
+                numbers[n],
+                start,
+                n,
+                waits[bucket],
+                low[n],
+                high[waits[bucket]],
+                nbytes,
+                frozenset(behind[n]),
+                max(free, low[n]),
             )
 
     def _earliest_starts(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
@@ -150,12 +183,7 @@ class OverlapProblem:
     def _base(self) -> np.ndarray:
         """Return the live bytes at each computing step, of buffers touched by computing steps."""
         count = len(self.computing)
-        first, last = dict[str, int](), dict[str, int]()
-        for place, n in enumerate(self.computing):
-            step = self.program.steps[n]
-            for name in {self.root[name] for name in step.reads | step.writes if name in self.root}:
-                first.setdefault(name, place)
-                last[name] = place
+        first, last = self._touched()
         for name in self.program.returned:
             if self.root[name] in first:
                 last[self.root[name]] = count - 1
@@ -165,9 +193,19 @@ class OverlapProblem:
             change[last[name] + 1] -= self.sizes.get(name, 0)
         return np.cumsum(change)
 
+    def _touched(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the first and the last computing step that touches each buffer."""
+        first, last = dict[str, int](), dict[str, int]()
+        for place, n in enumerate(self.computing):
+            step = self.program.steps[n]
+            for name in {self.root[name] for name in step.reads | step.writes if name in self.root}:
+                first.setdefault(name, place)
+                last[name] = place
+        return first, last
+
     def held_steps(self, task: CollectiveTask, start: int, wait: int) -> slice:
         """Return the computing steps during which a collective holds memory that they do not hold themselves."""
-        return slice(start, task.high) if task.is_gather or task.fills else slice(task.low, wait)
+        return slice(start, task.high) if task.is_gather or task.fills else slice(task.free, wait)
 
     def load(self, places: CollectivePlaces) -> np.ndarray:
         """Return the live bytes at each computing step."""
@@ -259,9 +297,22 @@ def overlap_collectives(
     kept. Ranks compare buckets in their order, so it is that of starts in either case.
     Relies on: nothing touches a buffer between the start and the wait of its collective.
     """
-    if not any(isinstance(step, Collective) for step in program.steps):
-        return program
-    given = OverlapProblem(program, durations(program, figures, groups), groups)
+    started = [step for step in program.steps if isinstance(step, Collective)]
+    for by_host in (False, True):
+        moves = frozenset(step.bucket for step in started if step.copies_by_host == by_host)
+        program = _moved(program, figures, groups, early_bytes, moves) if moves else program
+    return program
+
+
+def _moved(
+    program: Program,
+    figures: Figures,
+    groups: Mapping[str, GroupSize],
+    early_bytes: int | None,
+    moves: frozenset[str],
+) -> Program:
+    """Move the starts and waits of these collectives, between all other steps in their order."""
+    given = OverlapProblem(program, durations(program, figures, groups), groups, moves)
     incoming, outgoing = given.one_each_way() if early_bytes is None else (early_bytes, 0)
     order = start_order(given, incoming)
     budget = given.peak(given.places()) + incoming + outgoing
@@ -270,7 +321,7 @@ def overlap_collectives(
         places = _place(given, order, budget, tight=True)
     steps = tuple(given.sequence(order, places))
     table = {bucket.name: bucket for bucket in program.buckets}
-    buckets = tuple(table[task.start.bucket] for task in order if task.start.bucket in table)
+    buckets = tuple(table[task.start.bucket] for task in order if task.start.bucket in table) or program.buckets
     seconds = dict(zip(map(id, program.steps), given.seconds, strict=True))
     old = timeline(program.steps, given.seconds, groups)
     new = timeline(steps, [seconds[id(step)] for step in steps], groups)
@@ -415,8 +466,9 @@ def _last_fit(
         return limit
     sure = through + SAFETY_FACTOR * (through - times[start])
     wished = min(int(np.searchsorted(times, sure)), limit)
-    over = np.flatnonzero(load[start:wished] + task.nbytes > budget)
-    return start + int(over[0]) if len(over) else max(wished, start)
+    alone = max(start, task.free)
+    over = np.flatnonzero(load[alone:wished] + task.nbytes > budget)
+    return alone + int(over[0]) if len(over) else max(wished, start)
 
 
 def start_early_wait_late(program: Program) -> Program:

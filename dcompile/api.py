@@ -25,6 +25,7 @@ from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.ddp_buckets import BucketSet, average
 from dcompile.runtime.communication.fsdp_shards import Shards
 from dcompile.runtime.coordination.agreement import agree, any_rank_objection
+from dcompile.runtime.coordination.replicas import ReplicaWatch
 from dcompile.runtime.measure.calibration import figures_for
 
 AS_BEFORE = "as the one before; further ones like it print nothing, dcompile.receipt(model) counts all"
@@ -152,6 +153,7 @@ def ordinary_services(
         compiler.connect_peers,
         figures_for(config),
         any_rank_objection,
+        ReplicaWatch,
         functools.partial(renew, config),
         _all_idle,
     )

@@ -301,7 +301,6 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         notes=tuple(
             dict.fromkeys(
                 (
-                    *model.sync.health(),
                     *model.adapter.notes,
                     *_graph_notes(model, variant, reports),
                     *(() if model.step is None else model.step.remarks()),

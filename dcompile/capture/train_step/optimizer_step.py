@@ -71,6 +71,10 @@ class OptimizerStep:
         """Why the newest backward has not waited for the step."""
         self._open: Unscaling | None = None
         """Sharded gradients that this rank has unscaled, and whose infinities ranks have not told each other."""
+        self._measured: tuple[Membership, torch.Tensor, bool] | None = None
+        """Of the newest step: its parameters, the norm of each gradient or its count of unsound numbers, and whether
+        these are counts.
+        """
         self.joined = 0
         """Steps that ran in the backward's program."""
         self.updated = 0
@@ -396,6 +400,7 @@ class OptimizerStep:
                 return
         self.settle(reason)
         self._state.settle()
+        self._measured = None
         if type(flag := getattr(optimizer, "found_inf", None)) is PendingFlag:  # of shards whose norms were read
             flag.value()
             reason = why_not_traced(optimizer)
@@ -469,16 +474,37 @@ class OptimizerStep:
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
         results = self._run(waiting, functools.partial(backward.run_joined, program, token, inputs))
-        found = None
-        if waiting.unscaling is not None:
-            found = results.pop().clone()  # its memory is a recording's, which is written again
-            waiting.unscaling.found.known().copy_(found)
-        factor = waiting.clipping()
-        if isinstance(factor, PendingScalar):
-            factor.give_total(results[-1].clone())
+        found = self._take_measured(waiting, results, members)
         self._state.advance(members, found)
         self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
+
+    def _take_measured(self, waiting: DeferredBackward, results: list[Any], members: Membership) -> torch.Tensor | None:
+        """Tell those who asked the norm of all gradients, and whether one was not finite, which is returned.
+
+        The results' memory is a recording's, which is written again.
+        """
+        unscaling, factor, found = waiting.unscaling, waiting.clipping(), None
+        measured = None if unscaling is None and factor is None else results.pop().clone()
+        if unscaling is not None and measured is not None:
+            found, measured = (measured, results.pop().clone()) if factor is not None else (measured[-1], measured)
+            unscaling.found.known().copy_(found)
+        if isinstance(factor, PendingScalar) and measured is not None:
+            factor.give_total(measured[-1])
+        self._measured = None if measured is None else (members, measured, factor is None)
+        return found
+
+    def unsound(self) -> list[torch.nn.Parameter]:
+        """Parameters with a gradient of the newest step that was not finite on this rank, as far as it was measured.
+
+        It is by updates in the backward's program that clip or unscale. A GPU is waited for.
+        """
+        if self._measured is None:
+            return []
+        members, measured, counts = self._measured
+        own = [member.parameter for member in members.members if member.held[0].numel()]
+        sound = (measured == 0) if counts else measured.isfinite()
+        return [parameter for parameter, good in zip(own, sound.tolist(), strict=False) if not good]
 
     def _joined_program(
         self, waiting: DeferredBackward, members: Membership, vector: torch.Tensor, clips: float | None

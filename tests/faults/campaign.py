@@ -1,6 +1,7 @@
 """Plant faults in thirty models, and count what the sentinel and bisect find; count false alarms in correct ones.
 
     python -m tests.faults.campaign faults --seconds 3000   # about 4 s a fault on one core
+    python -m tests.faults.campaign ranks                   # collectives of two ranks
     python -m tests.faults.campaign clean                   # 5,000 clean checks, and how near to the tolerance they are
 
 Each model has a process of its own, which is started again behind a fault that has ended it. Results are lines of JSON
@@ -32,6 +33,8 @@ from dcompile.bisect.sentinel import REPLACED
 from dcompile.errors import WrongResultError
 from dcompile.verify.compare import ATEN_ERRORS, ROUNDINGS, compare
 from dcompile.verify.reference import in_float64
+from tests.distributed.harness import Ranks
+from tests.faults import collective_faults
 from tests.faults.fault_models import MODELS, make, make_input
 from tests.faults.planted import Fault, Recorded, products
 
@@ -166,6 +169,24 @@ def run_all(models: Sequence[str], output: Path, until: float) -> None:
                 subprocess.run([*command, "--models", name, "--done", str(len(begun))], timeout=left, check=False)
 
 
+def run_ranks(output: Path, until: float) -> None:
+    """Plant each fault of collectives on two ranks, and none."""
+    pair = Ranks()
+    try:
+        for model in collective_faults.MODELS:
+            for wrapper, faults in collective_faults.FAULTS.items():
+                for fault in (*faults, ""):
+                    if time.monotonic() > until:
+                        return
+                    given = {"wrapper": wrapper, "model": model, "fault": fault}
+                    each = pair.run("tests.faults.collective_faults:run_fault", 200, **given)
+                    any_rank = {what: any(rank[what] for rank in each) for what in ("changes", "sentinel", "named")}
+                    kind = "fault" if fault else "correct"
+                    write(output, {kind: each[0]["fault"], "model": model, **any_rank, "ranks": each})
+    finally:
+        pair.stop()
+
+
 def summary(output: Path) -> str:
     """Counts of what was found."""
     found = [line for line in lines(output) if "fault" in line]
@@ -177,6 +198,7 @@ def summary(output: Path) -> str:
         f"{sum('error' in line for line in found)} end the step",
         f"the sentinel finds {len(seen)} of them, bisect names the place of {len(named)}",
     ]
+    text += [f"alarm: {line}" for line in lines(output) if "correct" in line and (line["sentinel"] or line["named"])]
     text += [f"not found by the sentinel: {line['fault']}" for line in wrong if line not in seen]
     text += [f"not named: {line['fault']}: {line.get('bisect', '')}" for line in wrong if line not in named]
     return "\n".join(text)
@@ -246,7 +268,7 @@ def clean_summary(output: Path) -> str:
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("faults", "clean", "model", "summary"))
+    parser.add_argument("part", choices=("faults", "ranks", "clean", "model", "summary"))
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas")
     parser.add_argument("--seconds", type=float, default=7200, help="time limit of all faults")
     parser.add_argument("--steps", type=int, default=42, help="steps of each clean model and dtype")
@@ -259,6 +281,8 @@ def main() -> None:
         return
     if given.part == "faults":
         run_all(models, given.output, time.monotonic() + given.seconds)
+    if given.part == "ranks":
+        run_ranks(given.output, time.monotonic() + given.seconds)
     if given.part == "clean":
         run_clean(models, given.output, given.steps)
     text = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import campaign
+from tests.faults import campaign, collective_faults
 from tests.faults.fault_models import MODELS
 
 
@@ -43,6 +43,17 @@ def test_a_fault_that_ends_its_process_is_passed_over(tmp_path: Path, monkeypatc
     campaign.run_all(["waves"], output, float("inf"))
     assert [command[-1] for command in starts] == ["0", "1"]
     assert json.loads(output.read_text().splitlines()[1])["error"] == "it ended the process"
+
+
+def test_faults_of_collectives_are_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, faults = tmp_path / "found.jsonl", collective_faults.FAULTS["ddp"]
+    chosen = {name: faults[name] for name in ("missing wait", "swapped shards")}
+    monkeypatch.setattr(collective_faults, "FAULTS", {"ddp": chosen})
+    monkeypatch.setattr(collective_faults, "MODELS", ("perceptron",))
+    campaign.run_ranks(output, float("inf"))
+    *wrong, right = campaign.lines(output)
+    assert [line["changes"] and line["sentinel"] and line["named"] for line in wrong] == [True, True]
+    assert not right["changes"] and not right["sentinel"] and not right["named"]
 
 
 def test_there_are_thirty_models() -> None:

@@ -41,7 +41,7 @@ from tests.faults.planted import Fault, Recorded, products
 PERIOD = 2
 DTYPES = (torch.float32, torch.bfloat16)
 EACH = 24
-"""Faults of one model, chosen by a fixed seed."""
+"""Faults of one model, chosen by a fixed seed, if nothing else is asked for."""
 
 
 def step(call: Any, x: torch.Tensor, module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -109,7 +109,7 @@ def run_fault(fault: Fault, right: list[list[dict[str, torch.Tensor]]]) -> dict[
     return found
 
 
-def faults_of(name: str, folder: str) -> list[Fault]:
+def faults_of(name: str, folder: str, each: int) -> list[Fault]:
     """A model's faults: of all kinds of places, some of each, by a fixed seed."""
     known = Recorded()
     module, x = make(name)
@@ -119,21 +119,21 @@ def faults_of(name: str, folder: str) -> list[Fault]:
     for fault in products(name, known):
         kinds.setdefault(f"{fault.kind} {fault.name.split(' ')[1]}", []).append(fault)
     random = Random(name)
-    for each in kinds.values():
-        random.shuffle(each)
+    for found in kinds.values():
+        random.shuffle(found)
     chosen = list[Fault]()
-    while len(chosen) < EACH and any(kinds.values()):
-        chosen += [each.pop() for each in kinds.values() if each]
-    return chosen[:EACH]
+    while len(chosen) < each and any(kinds.values()):
+        chosen += [found.pop() for found in kinds.values() if found]
+    return random.sample(chosen, min(each, len(chosen)))
 
 
-def run_model(name: str, output: Path, done: int) -> None:
+def run_model(name: str, output: Path, done: int, each: int = EACH) -> None:
     """Plant all faults of a model behind those that are done, and write a line for each as it begins and ends."""
     output = output.resolve()
     os.environ["DCOMPILE_VERIFY"] = "0"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        faults, right = faults_of(name, folder), right_results(name, folder)
+        faults, right = faults_of(name, folder, each), right_results(name, folder)
     for number, fault in enumerate(faults[done:], done):
         write(output, {"begins": fault.name, "model": name, "number": number})
         began = time.monotonic()
@@ -152,7 +152,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
-def run_all(models: Sequence[str], output: Path, until: float) -> None:
+def run_all(models: Sequence[str], output: Path, until: float, each: int = EACH) -> None:
     """Run each model in a process of its own, again if a fault ends it, until the time is over."""
     for name in models:
         while time.monotonic() < until:
@@ -164,6 +164,7 @@ def run_all(models: Sequence[str], output: Path, until: float) -> None:
             if begun and begun[-1]["begins"] not in ended:
                 write(output, {"fault": begun[-1]["begins"], "model": name, "error": "it ended the process"})
             command = [sys.executable, "-m", "tests.faults.campaign", "model", "--output", str(output)]
+            command += ["--each", str(each)]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 left = max(1, until - time.monotonic())
                 subprocess.run([*command, "--models", name, "--done", str(len(begun))], timeout=left, check=False)
@@ -271,16 +272,17 @@ def main() -> None:
     parser.add_argument("part", choices=("faults", "ranks", "clean", "model", "summary"))
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas")
     parser.add_argument("--seconds", type=float, default=7200, help="time limit of all faults")
+    parser.add_argument("--each", type=int, default=EACH, help="faults of each model")
     parser.add_argument("--steps", type=int, default=42, help="steps of each clean model and dtype")
     parser.add_argument("--output", type=Path, default=Path("campaign.jsonl"))
     parser.add_argument("--done", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     models = given.models.split(",")
     if given.part == "model":
-        run_model(models[0], given.output, given.done)
+        run_model(models[0], given.output, given.done, given.each)
         return
     if given.part == "faults":
-        run_all(models, given.output, time.monotonic() + given.seconds)
+        run_all(models, given.output, time.monotonic() + given.seconds, given.each)
     if given.part == "ranks":
         run_ranks(given.output, time.monotonic() + given.seconds)
     if given.part == "clean":

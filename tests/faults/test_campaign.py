@@ -14,8 +14,7 @@ from tests.faults.fault_models import MODELS
 def test_a_sample_of_faults_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "found.jsonl"
     monkeypatch.setenv("DCOMPILE_VERIFY", "0")
-    monkeypatch.setattr(campaign, "EACH", 5)
-    campaign.run_model("waves", output, 0)
+    campaign.run_model("waves", output, 0, each=5)
     found = [line for line in campaign.lines(output) if "fault" in line]
     wrong = [line for line in found if line["changes"]]
     assert len(found) == 5 and len(wrong) >= 3

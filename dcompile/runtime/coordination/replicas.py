@@ -80,7 +80,7 @@ def take_digest(at: int, step: int, parameters: Named) -> ReplicaDigest:
         values = torch.stack([checksum(value) for _, value in parameters])
     event = None
     if values.is_cuda:
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
     return ReplicaDigest(at, step, tuple(name for name, _ in parameters), values, event)

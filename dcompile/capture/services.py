@@ -134,20 +134,20 @@ class NoPeers:
 class Replicas(Protocol):
     """Ranks that hold the same parameters."""
 
-    def look(self) -> None:
+    def on_call(self) -> None:
         """Note a training call: in some, ranks compare digests of their parameters, for which none waits."""
 
-    def said(self) -> str:
+    def status(self) -> str:
         """Return which parameters have drifted apart on which rank, as far as it is known; empty if none has."""
 
 
 class NoReplicas:
     """What has no replicas, or is only planned."""
 
-    def look(self) -> None:
+    def on_call(self) -> None:
         """Note nothing."""
 
-    def said(self) -> str:
+    def status(self) -> str:
         """Return that nothing was found."""
         return ""
 

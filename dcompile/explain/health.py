@@ -32,8 +32,8 @@ def health_notes(models: Iterable[CompiledModel | None]) -> tuple[str, ...]:
         found = list(dict.fromkeys(_not_finite(model)))
         own = [_about_gradients(found)] if found else []
         for line in own:
-            if line not in model.told:
-                model.told.add(line)
+            if line not in model.warned:
+                model.warned.add(line)
                 report(logging.WARNING, f"rank {rank()}: {line}")
         lines += [*own, *model.sync.health()]  # which has logged a drift
     return tuple(lines)

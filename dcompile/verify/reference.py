@@ -53,6 +53,23 @@ def copied(values: Sequence[Any]) -> list[Any]:
     return [copy(value) for value in values]
 
 
+def with_roundings(values: Sequence[Any], but: Collection[int] = ()) -> list[Any]:
+    """Copy float32 and float64 tensors so that elements differ by about a rounding: what that changes is no error.
+
+    A rounding to 16 bits is large enough to change which of two numbers is the larger. `but`: positions of values that
+    stay as they are.
+    """
+
+    def rounded(value: Any) -> Any:
+        wide = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64)
+        if not wide or value.layout != torch.strided:
+            return value
+        signs = (torch.arange(value.numel(), device=value.device).reshape(value.shape) % 3).clamp(max=1) * 2 - 1
+        return value.detach() * (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
+
+    return [value if place in but else rounded(value) for place, value in enumerate(values)]
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 

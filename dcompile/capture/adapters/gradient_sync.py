@@ -162,7 +162,7 @@ class GradientSync:
 
     def health(self) -> list[str]:
         """Return lines for the receipt about replicas that have drifted apart."""
-        return [said for replicas in self.replicas if (said := replicas.said())]
+        return [said for replicas in self.replicas if (said := replicas.status())]
 
     # --- after a call ---
 

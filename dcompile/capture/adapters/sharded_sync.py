@@ -110,7 +110,7 @@ class ShardedSync(GradientSync):
                 if group is not None
             ]
         for replicas in self.replicas:
-            replicas.look()
+            replicas.on_call()
 
     def on_forward(self, call: Invocation, graph: GraphView) -> None:
         """Record which units a graph has gradients of that earlier graphs of the call have, too.

@@ -96,9 +96,9 @@ class ReplicaWatch:
         self._seen = -1
         self._steps = 0
         self._pending: deque[ReplicaDigest] = deque(maxlen=MAX_PENDING)
-        self._apart = ""
+        self._difference = ""
 
-    def look(self) -> None:
+    def on_call(self) -> None:
         """Note a training call, in which all ranks hold the parameters that their last reduction led to.
 
         The first call after a reduction is a step; ranks count them alike, whatever else they call.
@@ -108,7 +108,7 @@ class ReplicaWatch:
             return
         self._seen = peers.started
         self._steps += 1
-        if self._apart or not is_due(self._steps):
+        if self._difference or not is_due(self._steps):
             return
         if not self._key:  # now, as all ranks train their models in the same order
             peers.watches.append(weakref.ref(self))
@@ -139,23 +139,23 @@ class ReplicaWatch:
     def _compare(self, store: Any, digest: ReplicaDigest, first: list[int]) -> None:
         both = zip(digest.names, digest.values.tolist(), first, strict=True)
         differing = [name for name, mine, other in both if mine != other]
-        if not differing or self._apart:
+        if not differing or self._difference:
             return
         rank = self._peers.rank if self._peers is not None else 0
         named = ", ".join(differing[:MAX_NAMED])
         more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
-        self._apart = (
+        self._difference = (
             f"replicas have drifted apart: rank {rank} has other bits than rank 0 in {len(differing)} of "
             f"{len(digest.names)} parameters, as training step {digest.step} begins: {named}{more}"
         )
-        store.compare_set(f"{self._key}/apart", "", self._apart)
-        report(logging.WARNING, f"rank {rank}: {self._apart}")
+        store.compare_set(f"{self._key}/apart", "", self._difference)
+        report(logging.WARNING, f"rank {rank}: {self._difference}")
 
-    def said(self) -> str:
+    def status(self) -> str:
         """What was found on any rank, so far; empty if nothing was."""
         peers = self._peers
-        if not self._apart and peers is not None and self._key:
+        if not self._difference and peers is not None and self._key:
             with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
                 if peers.store.check([f"{self._key}/apart"]):
-                    self._apart = peers.store.get(f"{self._key}/apart").decode()
-        return self._apart
+                    self._difference = peers.store.get(f"{self._key}/apart").decode()
+        return self._difference

@@ -51,7 +51,7 @@ def watches(monkeypatch: pytest.MonkeyPatch, *parameters: dict[str, torch.Tensor
 def step(ranks: list[tuple[Any, Any]]) -> None:
     for peers, watch in ranks:
         peers.started += 3
-        watch.look()
+        watch.on_call()
 
 
 def exchange(ranks: list[tuple[Any, Any]]) -> None:
@@ -85,7 +85,7 @@ def test_equal_replicas_say_nothing(monkeypatch: pytest.MonkeyPatch, messages: l
     for _ in range(20):
         step(ranks)
         exchange(ranks)
-    assert not messages and [watch.said() for _, watch in ranks] == ["", ""]
+    assert not messages and [watch.status() for _, watch in ranks] == ["", ""]
 
 
 def test_another_parameter_is_named_with_its_rank_on_all_ranks(
@@ -101,7 +101,7 @@ def test_another_parameter_is_named_with_its_rank_on_all_ranks(
     (message,) = messages
     assert message.startswith("rank 2: replicas have drifted apart: rank 2 has other bits than rank 0 in 1 of 2")
     assert message.endswith("as training step 2 begins: b")
-    assert all(watch.said() in message and watch.said() for _, watch in ranks)
+    assert all(watch.status() in message and watch.status() for _, watch in ranks)
 
 
 def test_ranks_that_come_late_are_compared_later(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
@@ -123,7 +123,7 @@ def test_calls_between_two_reductions_are_one_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(replicas, "take_digest", lambda at, *_: taken.append(at))
     for started in (3, 3, 3, 6, 6, 9, 12):
         peers.started = started
-        watch.look()
+        watch.on_call()
     assert taken == [3, 6, 12]
 
 

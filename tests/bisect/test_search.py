@@ -61,6 +61,7 @@ class Broken(nn.Module):
         (Broken, (5, 8)),
         (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 7, 16)),  # with dropout
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), (4, 3, 8, 8)),
+        (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 3)), (2, 3, 8)),
         (lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Softmax(-1)).bfloat16(), (128, 64)),
     ],
 )

@@ -155,12 +155,17 @@ def lines(output: Path) -> list[dict[str, Any]]:
 def run_all(models: Sequence[str], output: Path, until: float, each: int = EACH) -> None:
     """Run each model in a process of its own, again if a fault ends it, until the time is over."""
     for name in models:
+        starts = 0
         while time.monotonic() < until:
             own = [line for line in lines(output) if name in (line.get("model"), line.get("ends"))]
             if any("ends" in line for line in own):
                 break
             begun = [line for line in own if "begins" in line]
             ended = {line["fault"] for line in own if "fault" in line}
+            if starts > len(begun):
+                write(output, {"fails": name, "ends": name})  # before its first fault, or between two
+                break
+            starts += 1
             if begun and begun[-1]["begins"] not in ended:
                 write(output, {"fault": begun[-1]["begins"], "model": name, "error": "it ended the process"})
             command = [sys.executable, "-m", "tests.faults.campaign", "model", "--output", str(output)]

@@ -79,7 +79,7 @@ CONVOLUTIONS = frozenset(getattr(torch, f"conv{way}{number}d") for way in ("", "
 """What asks its arguments for one dtype before it calls an operation."""
 
 
-class _WideConvolutions(TorchFunctionMode):
+class _Float64Convolutions(TorchFunctionMode):
     """Convolutions take float64 for every argument where they are called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +101,7 @@ def in_float64(*, trains: bool = False) -> Iterator[None]:
             return op(*args, **kwargs)
         return _exactly(op, args, kwargs)
 
-    with _WideConvolutions() if trains else contextlib.nullcontext(), computing(compute):
+    with _Float64Convolutions() if trains else contextlib.nullcontext(), computing(compute):
         yield
 
 

@@ -20,11 +20,13 @@ from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.config import MODES, Config, option_names
+from dcompile.explain.health import health_notes
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.ddp_buckets import BucketSet, average
 from dcompile.runtime.communication.fsdp_shards import Shards
 from dcompile.runtime.coordination.agreement import agree, any_rank_objection, least
+from dcompile.runtime.coordination.replicas import ReplicaWatch
 from dcompile.runtime.measure.calibration import figures_for
 
 AS_BEFORE = "as the one before; further ones like it print nothing, dcompile.receipt(model) counts all"
@@ -153,6 +155,7 @@ def ordinary_services(
         figures_for(config),
         any_rank_objection,
         least,
+        ReplicaWatch,
         functools.partial(renew, config),
         _all_idle,
     )
@@ -221,9 +224,13 @@ def receipt(compiled: Any) -> Receipt:
 
     Of a module whose parts were compiled one by one, it is the sum of their receipts, without those that have not run.
     Raises NotCompiledError before the first step. If a step ran without any compiled code, the receipt has no graphs,
-    and the reason.
+    and the reason. Its notes name parameters whose newest gradient is not finite, and those that have drifted apart
+    between ranks.
     """
-    return make_receipt(*find_models(compiled))
+    models = find_models(compiled)
+    made = make_receipt(*models)
+    lines = health_notes(models)
+    return replace(made, notes=(*made.notes, *lines)) if lines else made
 
 
 def is_compiled(thing: Any) -> bool:

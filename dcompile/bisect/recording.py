@@ -25,7 +25,7 @@ from dcompile.config import Config
 from dcompile.runtime.communication.ddp_buckets import BucketSet
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 from dcompile.verify.compare import Miss, compare, is_near
-from dcompile.verify.reference import changed_inputs, copied, evaluate
+from dcompile.verify.reference import changed_inputs, copied, evaluate, with_roundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,9 @@ class CheckedProgram:
     def __init__(self, run: Executable, gm: Any, request: Request, compiler: CheckingCompiler) -> None:
         self.report, self.buckets, self.source = run.report, run.buckets, run.source
         self._run, self._gm, self._request, self._compiler = run, gm, request, compiler
-        self._changed = changed_inputs(gm) | {*request.donated}
+        self._written = changed_inputs(gm)
+        """Positions of inputs that the graph may write, or hand out."""
+        self._changed = self._written | {*request.donated}
         self._scattered = sharded_results(request)
         """Positions of results that are not there: shards go to their parameters."""
         self._device = torch.device("cpu")
@@ -167,7 +169,8 @@ class CheckedProgram:
     ) -> tuple[tuple[str, Miss, ParamInfo | None] | None, bool]:
         """The first result that is wrong here, and whether one is on any rank that takes part.
 
-        float64 is only taken where ATen's own dtypes leave a doubt on some rank.
+        float64 is only taken where ATen's own dtypes leave a doubt on some rank, and inputs that differ by a rounding
+        where float64 shows a miss.
         """
         restore()
         if (same := self._evaluated(inputs, reduces, exact=False)) is None:
@@ -183,13 +186,28 @@ class CheckedProgram:
         restore()
         if (exact := self._evaluated(inputs, reduces, exact=True)) is None:
             return None, False
-        infos = {info.number: info for info in self._request.params}
-        averaged = {place: infos.get(number) for place, number in self._request.grads} if reduces else {}
+        doubt = [at for at in doubt if compare(got[at], same[places[at]], exact[places[at]]) is not None]
+        if not self._anyone(bool(doubt), reduces):
+            return None, False
+        restore()
+        if (rounded := self._evaluated(with_roundings(inputs, self._written), reduces, exact=False)) is None:
+            return None, False
+        found = None
+        for at in doubt:
+            place = places[at]
+            if found is None and (miss := compare(got[at], same[place], exact[place], rounded[place])) is not None:
+                found = self._name_of(place), miss, self._averaged_parameter(place) if reduces else None
+        return found, self._anyone(found is not None, reduces)
+
+    def _name_of(self, place: int) -> str:
+        """Name of a result, or of an input behind the results."""
         names = [str(node) for node in self._gm.graph.output_node().args[0]]
         names += [node.name for node in self._gm.graph.find_nodes(op="placeholder")]
-        misses = ((places[at], compare(got[at], same[places[at]], exact[places[at]])) for at in doubt)
-        found = next(((names[place], miss, averaged.get(place)) for place, miss in misses if miss is not None), None)
-        return found, self._anyone(found is not None, reduces)
+        return names[place]
+
+    def _averaged_parameter(self, place: int) -> ParamInfo | None:
+        infos = {info.number: info for info in self._request.params}
+        return next((infos.get(number) for at, number in self._request.grads if at == place), None)
 
     def _evaluated(self, inputs: list[Any], reduces: bool, *, exact: bool) -> list[Any] | None:
         """ATen's results, averaged over ranks where the program does that, and the inputs afterwards.

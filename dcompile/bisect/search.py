@@ -70,6 +70,10 @@ def bisect(model: Any, /, *inputs: Any, expected: Any = None, **kwargs: Any) -> 
     run = _Runs(model, inputs, kwargs, expected)
     log, misses = run.compiled(run.config)
     finding, group = find_in_programs(log), log.group
+    if finding is None and run.config is not run.own_config:  # dcompile's random numbers, which eager has not
+        drawing, _ = run.compiled(run.own_config)
+        finding = find_in_programs(drawing)
+        log.checked.update((name, count) for name, count in drawing.checked.items() if name not in log.checked)
     said = _of_all_ranks("" if finding is None else str(finding), group)
     differs = any(_of_all_ranks(bool(misses), group))
     if not any(said) and differs and group is not None:  # programs that gather nothing can all be checked
@@ -130,7 +134,10 @@ class _Runs:
             given = _named(expected)
             self.same, self.exact = {**self.same, **given}, {**self.exact, **given}
         quiet = replace(self.settings.config, receipt=False, progress=False)
-        self.config = replace(quiet, fallback_random=True) if self.draws else quiet
+        self.own_config = quiet
+        """The user's settings."""
+        self.config = replace(quiet, fallback_random=True) if self.draws and not quiet.fallback_random else quiet
+        """Those under which results are near eager's."""
 
     def compiled(self, config: Config, *, calls: int = CALLS) -> tuple[CallLog, dict[str, Miss]]:
         """Run compiled; return what its programs found, and what differs from eager, by name."""

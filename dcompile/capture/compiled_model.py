@@ -104,6 +104,8 @@ class CompiledModel:
         self.while_capturing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context around Dynamo's work on each frame."""
         self._refusal: str | None = None
+        self.warned: set[str] = set()
+        """Warnings about its training that were logged."""
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
         self.frames: Callable[[], Any] = lambda: None

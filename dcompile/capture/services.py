@@ -130,6 +130,31 @@ class NoPeers:
         """Check nothing."""
 
 
+class Replicas(Protocol):
+    """Ranks that hold the same parameters."""
+
+    def on_call(self) -> None:
+        """Note a training call: in some, ranks compare digests of their parameters, for which none waits."""
+
+    def status(self) -> str:
+        """Return which parameters have drifted apart on which rank, as far as it is known; empty if none has."""
+
+
+class NoReplicas:
+    """What has no replicas, or is only planned."""
+
+    def on_call(self) -> None:
+        """Note nothing."""
+
+    def status(self) -> str:
+        """Return that nothing was found."""
+        return ""
+
+
+def _no_replicas(_group: Any, _parameters: Any) -> Replicas:
+    return NoReplicas()
+
+
 def _single_process(_group: Any) -> Peers:
     return NoPeers()
 
@@ -249,6 +274,8 @@ class Services:
     """(process group, subject, this rank's text or "") -> one rank's text, the same on all ranks; all call this."""
     least: Callable[[Any, str, int], int] = _own_number
     """(process group or None, subject, this rank's number) -> the least number of all ranks; all call this."""
+    watch_replicas: Callable[[Any, Callable[[], Sequence[tuple[str, torch.Tensor]]]], Replicas] = _no_replicas
+    """(process group, function for name and memory of each parameter that its ranks hold alike) -> their watch."""
     renew: Callable[[], Services] | None = None
     """Function that makes the same services again, for a module inside that is compiled by itself."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout

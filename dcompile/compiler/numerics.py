@@ -20,8 +20,6 @@ MATMULS = "matmuls and attention with sums in another order"
 
 _ORDERED = frozenset(("sum", "prod", "sum_exp", "logsumexp"))
 """Reductions and scans whose result depends on the order."""
-_EXACT_COST = 8
-"""Operations up to this cost are exact to the last bit, by IEEE 754; others are approximations."""
 
 
 def weaker_than_bitwise(program: Program, kernels: Kernels, groups: Mapping[str, GroupSize]) -> dict[str, list[str]]:
@@ -56,4 +54,4 @@ def _has_sum(loop: Loop) -> bool:
 
 def _functions(loop: Loop) -> list[str]:
     applied = [value for value in loop.body if isinstance(value, Apply) and DTYPES[value.dtype] == "float"]
-    return [value.op for value in applied if OPS[value.op].cost > _EXACT_COST]
+    return [value.op for value in applied if not OPS[value.op].exact]

@@ -7,15 +7,17 @@ in their own dtypes: the same ones, where the generators start from the same sta
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.overrides import TorchFunctionMode
 
 from dcompile.compat.autograd import backward_task
 from dcompile.compat.dispatch_watch import computing
@@ -53,10 +55,41 @@ def copied(values: Sequence[Any]) -> list[Any]:
     return [copy(value) for value in values]
 
 
+def with_roundings(values: Sequence[Any], but: Collection[int] = ()) -> list[Any]:
+    """Copy float32 and float64 tensors so that elements differ by about a rounding: what that changes is no error.
+
+    A rounding to 16 bits is large enough to change which of two numbers is the larger. `but`: positions of values that
+    stay as they are.
+    """
+
+    def rounded(value: Any) -> Any:
+        wide = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64)
+        if not wide or value.layout != torch.strided:
+            return value
+        signs = (torch.arange(value.numel(), device=value.device).reshape(value.shape) % 3).clamp(max=1) * 2 - 1
+        return value.detach() * (1 + torch.finfo(value.dtype).eps * signs).to(value.dtype)
+
+    return [value if place in but else rounded(value) for place, value in enumerate(values)]
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def in_float64(*, trains: bool = False) -> Any:
+CONVOLUTIONS = frozenset(getattr(torch, f"conv{way}{number}d") for way in ("", "_transpose") for number in (1, 2, 3))
+"""What asks its arguments for one dtype before it calls an operation."""
+
+
+class _Float64Convolutions(TorchFunctionMode):
+    """Convolutions take float64 for every argument where they are called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in CONVOLUTIONS:
+            args, kwargs = map_only(torch.Tensor, _widened, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def in_float64(*, trains: bool = False) -> Iterator[None]:
     """Return a context in which ATen's operations take and give float64 in place of every smaller floating dtype.
 
     A tensor that is written in place, or looked at by a view, keeps its own dtype. With `trains`, eager code may run
@@ -68,7 +101,8 @@ def in_float64(*, trains: bool = False) -> Any:
             return op(*args, **kwargs)
         return _exactly(op, args, kwargs)
 
-    return computing(compute)
+    with _Float64Convolutions() if trains else contextlib.nullcontext(), computing(compute):
+        yield
 
 
 def _exactly(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

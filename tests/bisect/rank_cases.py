@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
 from dcompile.runtime.communication import ddp_buckets, fsdp_shards
-from tests.faults.planted import FAULTS, make
+from tests.faults.fault_models import make
+from tests.faults.planted import FAULTS
 
 
 def _divides_by_one_more() -> Any:

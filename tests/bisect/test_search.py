@@ -11,10 +11,11 @@ from torch import nn
 
 import dcompile
 from dcompile.bisect.repro import MAX_LINES
-from tests.faults.planted import FAULTS, MODELS, Fault, make, products
+from tests.faults.fault_models import FEW, make
+from tests.faults.planted import FAULTS, Fault
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FEW)
 def test_a_correct_model_has_no_difference(model: str) -> None:
     module, x = make(model)
     found = dcompile.bisect(module, x)
@@ -60,6 +61,7 @@ class Broken(nn.Module):
         (Broken, (5, 8)),
         (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 7, 16)),  # with dropout
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), (4, 3, 8, 8)),
+        (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 3)), (2, 3, 8)),
         (lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Softmax(-1)).bfloat16(), (128, 64)),
     ],
 )
@@ -103,24 +105,6 @@ def test_expected_results_replace_eagers() -> None:
 def test_what_cannot_be_called_is_an_error() -> None:
     with pytest.raises(TypeError, match="bisect needs a module or a function, not int"):
         dcompile.bisect(3)
-
-
-@pytest.mark.full
-def test_faults_of_every_kind_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that change a result, 95 %."""
-    monkeypatch.setenv("DCOMPILE_VERIFY", "0")
-    named, wrong = 0, []
-    for fault in products():
-        torch._dynamo.reset()
-        module, x = make(fault.model)
-        with fault.plant():
-            found = dcompile.bisect(module, x)
-        if found.finding is not None:
-            place = found.finding.place
-            right = place.kind == fault.kind and fault.place in " ".join((place.name, *place.notes))
-            named += right
-            wrong += [] if right else [f"{fault.name}: {found}"]
-    assert named > 100 and named >= 0.95 * (named + len(wrong)), "\n".join(wrong)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))

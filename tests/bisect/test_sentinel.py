@@ -15,7 +15,8 @@ from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import OptionError, WrongResultError
 from tests.distributed.harness import Ranks
-from tests.faults.planted import FAULTS, MODELS, Fault, make
+from tests.faults.fault_models import FEW, make
+from tests.faults.planted import FAULTS, Fault
 
 PERIOD = 3
 CASE = "tests.bisect.rank_cases:watched"
@@ -36,7 +37,7 @@ def step(call: Any, x: torch.Tensor, module: torch.nn.Module) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FEW)
 def test_a_correct_model_raises_no_alarm(model: str, dtype: torch.dtype, tmp_path: Path) -> None:
     module, x = make(model)
     module, x = module.to(dtype), x.detach().to(dtype).requires_grad_()

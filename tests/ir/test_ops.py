@@ -47,8 +47,7 @@ def test_meaning_on_floats(name):
         ours = op.meaning(*args)
     theirs = reference(name)(*map(torch.tensor, args)).numpy()
     assert ours.dtype == theirs.dtype
-    # libraries differ in the last places of transcendental functions; everything else is exact
-    np.testing.assert_allclose(ours, theirs, rtol=2e-6 if op.cost >= 8 else 0, atol=1e-7 if op.cost >= 8 else 0)
+    np.testing.assert_allclose(ours, theirs, rtol=0 if op.exact else 2e-6, atol=0 if op.exact else 1e-7)
 
 
 @pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if "int" in op.kinds and n not in SKIPPED))

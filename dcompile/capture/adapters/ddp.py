@@ -182,6 +182,11 @@ class DdpAdapter(PlainAdapter):
         ddp = self.ddp
         return ddp is not None and ddp.process_group is not self._group
 
+    def replicated(self) -> list[tuple[str, torch.Tensor]]:
+        """Return name and value of each parameter that is there: all ranks hold the same."""
+        found = ((info.fqn, self.refs[info.number]()) for info in self._infos)
+        return [(name, parameter) for name, parameter in found if parameter is not None]
+
     def trainable(self) -> frozenset[int]:
         """Return the parameters that are to be trained now; frozen ones have a number, too."""
         return self._trainable_now(self.refs)

@@ -84,6 +84,10 @@ class DdpSync(GradientSync):
             call.token = make_token(call.sync)
         elif call.sync:
             call.token = self._tokens[1]
+        if call.sync and torch.is_grad_enabled() and self._asks_others():
+            if not self.replicas:
+                self.replicas = [self.model.services.watch_replicas(adapter.group, adapter.replicated)]
+            self.replicas[0].on_call()
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         """Return the call's token; without one, the token of a backward that does not reduce."""

@@ -204,6 +204,15 @@ class ShardedAdapter(PlainAdapter):
         found = {name: entry.replica_group() for name, entry in self.groups.items()}
         return {name: group.size() for name, group in found.items() if group is not None}
 
+    def replicated(self, group: str) -> list[tuple[str, torch.Tensor]]:
+        """Return name and shard of each parameter of a group: the ranks of its replicas hold the same."""
+        shards = ((info.fqn, info.shard, self.owner(number)()) for number, info in enumerate(self._infos))
+        return [
+            (name, parameter)
+            for name, shard, parameter in shards
+            if parameter is not None and shard is not None and self.units[shard.unit].group == group
+        ]
+
     def process_groups(self) -> list[Any]:
         """Return all process groups of the programs' collectives, each once."""
         entries = self.groups.values()

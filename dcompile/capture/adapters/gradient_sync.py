@@ -17,7 +17,7 @@ from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.call_state import GraphView, Invocation, Variant
-from dcompile.capture.services import GradientBuckets, Services, ShardedParameters
+from dcompile.capture.services import GradientBuckets, Replicas, Services, ShardedParameters
 from dcompile.collectives.contract import Executable, SharedBuckets
 from dcompile.ir.buffers import Bucket
 
@@ -93,6 +93,8 @@ class GradientSync:
         """Sharded parameters that programs gather, also after a fallback to the wrapper's own hooks."""
         self.eager_regions: EagerRegionMonitor | None = None
         """Monitor of the eager regions between these programs."""
+        self.replicas: list[Replicas] = []
+        """Watches of what ranks hold alike, once there was a training call."""
         self.compared = False
         """Whether ranks know of each other that they run an equal module's programs."""
 
@@ -155,6 +157,10 @@ class GradientSync:
             return run(args)
 
         return agreeing
+
+    def health(self) -> list[str]:
+        """Return lines for the receipt about replicas that have drifted apart."""
+        return [said for replicas in self.replicas if (said := replicas.status())]
 
     # --- after a call ---
 

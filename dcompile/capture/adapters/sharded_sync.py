@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync, make_token
 from dcompile.capture.call_state import GraphView, Invocation
-from dcompile.capture.services import ShardedParameters
+from dcompile.capture.services import NoReplicas, ShardedParameters
 from dcompile.collectives.contract import Executable, Phase
 
 
@@ -96,6 +97,20 @@ class ShardedSync(GradientSync):
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         return self._tokens[self if call is None else call.strategy] if self.adapter.carries_sync else None
+
+    def begin_call(self, call: Invocation) -> None:
+        """Let ranks that hold the same shards compare them."""
+        if not torch.is_grad_enabled() or self.shards is None:
+            return
+        if not self.replicas:
+            groups = {name: entry.replica_group() for name, entry in self._adapter.groups.items()}
+            self.replicas = [NoReplicas()] + [
+                self.model.services.watch_replicas(group, functools.partial(self._adapter.replicated, name))
+                for name, group in groups.items()
+                if group is not None
+            ]
+        for replicas in self.replicas:
+            replicas.on_call()
 
     def on_forward(self, call: Invocation, graph: GraphView) -> None:
         """Record which units a graph has gradients of that earlier graphs of the call have, too.

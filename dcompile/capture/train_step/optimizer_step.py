@@ -80,6 +80,10 @@ class OptimizerStep:
         """Forward and backward that run in the optimizer's next step."""
         self.whole = 0
         """Steps that were one program with their forward."""
+        self._measured: tuple[Membership, torch.Tensor, bool] | None = None
+        """Of the newest step: its parameters, the norm of each gradient or its count of unsound numbers, and whether
+        these are counts.
+        """
         self.joined = 0
         """Steps that ran in the backward's program."""
         self.updated = 0
@@ -416,6 +420,7 @@ class OptimizerStep:
                 return
         self.settle(reason)
         self._state.settle()
+        self._measured = None
         if type(flag := getattr(optimizer, "found_inf", None)) is PendingFlag:  # of shards whose norms were read
             flag.value()
             reason = why_not_traced(optimizer)
@@ -478,13 +483,7 @@ class OptimizerStep:
     def _run_joined(self, waiting: DeferredBackward) -> None:
         """Run a backward with the update, as planned, and hide its gradients from the optimizer."""
         members, results = waiting.plan[0], self._results_of(waiting)
-        found = None
-        if waiting.unscaling is not None:
-            found = results.pop().clone()  # its memory is a recording's, which is written again
-            waiting.unscaling.found.known().copy_(found)
-        factor = waiting.clipping()
-        if isinstance(factor, PendingScalar):
-            factor.give_total(results[-1].clone())
+        found = self._take_measured(waiting, results, members)
         self._state.advance(members, found)
         self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
@@ -563,11 +562,40 @@ class OptimizerStep:
         forward, self.forwards.waiting = self.forwards.waiting, None
         assert forward is not None, "planned with it"
         results = self._results_of(waiting)
-        self.newest_norm = results.pop().clone() if waiting.clip else None
+        measured = results.pop().clone() if waiting.clip else None
+        self.newest_norm = None if measured is None else measured[-1]
+        self._measured = None if measured is None else (waiting.plan[0], measured, False)
         forward.give(results)
         self._state.advance(waiting.plan[0])
         self._hide(waiting.parameters, [None] * len(waiting.parameters))
         self.whole += 1
+
+    def _take_measured(self, waiting: DeferredBackward, results: list[Any], members: Membership) -> torch.Tensor | None:
+        """Tell those who asked the norm of all gradients, and whether one was not finite, which is returned.
+
+        The results' memory is a recording's, which is written again.
+        """
+        unscaling, factor, found = waiting.unscaling, waiting.clipping(), None
+        measured = None if unscaling is None and factor is None else results.pop().clone()
+        if unscaling is not None and measured is not None:
+            found, measured = (measured, results.pop().clone()) if factor is not None else (measured[-1], measured)
+            unscaling.found.known().copy_(found)
+        if isinstance(factor, PendingScalar) and measured is not None:
+            factor.give_total(measured[-1])
+        self._measured = None if measured is None else (members, measured, factor is None)
+        return found
+
+    def unsound(self) -> list[torch.nn.Parameter]:
+        """Parameters with a gradient of the newest step that was not finite on this rank, as far as it was measured.
+
+        It is by updates in the backward's program that clip or unscale. A GPU is waited for.
+        """
+        if self._measured is None:
+            return []
+        members, measured, counts = self._measured
+        own = [member.parameter for member in members.members if member.held[0].numel()]
+        sound = (measured == 0) if counts else measured.isfinite()
+        return [parameter for parameter, good in zip(own, sound.tolist(), strict=False) if not good]
 
     def _joined_program(
         self, waiting: DeferredBackward, members: Membership, vector: torch.Tensor, clips: float | None

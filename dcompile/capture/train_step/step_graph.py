@@ -81,12 +81,14 @@ def with_updates(
 
     `numbers`: vector of all numbers of a step. Further inputs: parameters without `saved`, states, gradients of earlier
     micro-batches, numbers. What is updated is written in place. With `clips`, gradients are clipped as by
-    clip_grad_norm_: the last number is the largest norm, `clips` is added to the norm before dividing by it, and the
-    last result is the norm. `ranks`: name of the process group over which parameters are sharded.
+    clip_grad_norm_: the last number is the largest norm, and `clips` is added to the norm before dividing by it. The
+    last result is then a vector of each gradient's norm on this rank, with the common one behind. `ranks`: name of the
+    process group over which parameters are sharded.
 
     If it `unscales`, as GradScaler, the vector begins with the numbers of a step after one that was made, and those
     after one that was skipped; and ends with what gradients are multiplied by, and with 1 if the step before was
     skipped, else 0. Nothing changes if a gradient on any rank is infinite or no number: then the last result is 1.
+    Without `clips`, that is the end of a vector, behind the count of such numbers in each gradient.
     """
     maker = _GraphMaker.of(backward)
     places = list(maker.inputs)
@@ -338,7 +340,8 @@ class _GraphMaker:
                 return (torch.clamp(vector[at].to(norm.dtype) / (norm + added), max=1.0),)
 
             given = self._multiplied(given, self.traced(scale, (vector, results[0]), (added, at))[0])
-        return given, results, results[-1] if unscales else None
+        measured = self.traced(lambda *x: (torch.stack(x),), (*(norms or flags), results[0]), "measured")
+        return given, [*measured, *results[1:]], results[-1] if unscales else None
 
     def _multiplied(self, gradients: Sequence[Node], factor: Node) -> list[Node]:
         return [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]

@@ -29,7 +29,7 @@ import traceback
 import weakref
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NoReturn
@@ -102,6 +102,8 @@ class PeerCoordinator(SingleProcess):
         """
         self.inboxes: dict[str, Any] = {}
         """Device and words of a program -> inboxes of one-shot all-reduces, which all programs of the group share."""
+        self.watches: list[Callable[[], Any]] = []
+        """Weak references to what has something to tell other ranks in this object's thread: see `replicas`."""
         self.meetings = 0
         """Number of agreements that this rank has come to, counted alike on every rank."""
         self.started = 0
@@ -232,6 +234,8 @@ class PeerCoordinator(SingleProcess):
         self._read_abort(self._side)
         if self.rank and not self.aborted:
             self._compare_with_rank_0()
+        for watch in [found for reference in list(self.watches) if (found := reference()) is not None]:
+            watch.exchange(self._side)
         if not self.aborted and (reason := self._watchdog.reason()):
             self._call_off(self._side, reason)
 

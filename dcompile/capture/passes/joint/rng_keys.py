@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dcompile.capture.passes.dynamo.captured_nodes import argument
 from dcompile.operators import random_ops
 from dcompile.passes import PassReport
 
@@ -22,7 +23,7 @@ def assign_rng_keys(gm: Any) -> PassReport:
     """
     graph = gm.graph
     nodes = [n for n in graph.nodes if n.op == "call_function" and random_ops.is_random(n.target)]
-    nodes = [n for n in nodes if n.kwargs.get("key") is None and n.users]
+    nodes = [n for n in nodes if argument(n, 3, "key") is None and n.users]
     if not nodes:
         return PassReport()
     keys: dict[torch.device, Any] = {}

@@ -50,3 +50,11 @@ def test_a_graph_without_random_numbers_stays_as_it_is():
     gm = torch.fx.symbolic_trace(lambda x: x * 2)
     before = str(gm.graph)
     assert not assign_rng_keys(gm).changes and str(gm.graph) == before
+
+
+def test_a_key_that_is_given_by_place_stays():
+    graph = torch.fx.Graph()
+    key = graph.placeholder("key")
+    drawn = graph.call_function(torch.ops.dcompile_random.less.default, ([4], 0.5, torch.device("cpu"), key, 3))
+    graph.output((drawn,))
+    assert not assign_rng_keys(torch.fx.GraphModule({}, graph)).changes and drawn.args[3] is key

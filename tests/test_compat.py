@@ -44,6 +44,10 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     def function(x):
         return x + 1
 
+    # an earlier model's mark is lost in a reset if Dynamo has come across the code before
+    compat.dynamo.optimize(lambda gm, _: gm, fullgraph=False, guard_filter_fn=None, limits={})
+    torch._dynamo.convert_frame.input_codes.add(torch._dynamo.disable(function).__code__)
+    torch._dynamo.reset()
     context = compat.dynamo.optimize(lambda gm, _: gm, fullgraph=False, guard_filter_fn=None, limits={})
     compat.dynamo.wrap_frame_callback(context, around)
     compiled = context(function)

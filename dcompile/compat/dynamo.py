@@ -144,9 +144,8 @@ def optimize(
     )
 
 
-@functools.cache
 def _skip_disabled_functions() -> None:
-    """Mark the code of functions that Dynamo leaves out as skipped, once and for all.
+    """Mark the code of functions that Dynamo leaves out as skipped. `torch._dynamo.reset()` may remove the mark.
 
     Every compiled graph is called through this code. Otherwise Dynamo is asked about it for each model, which two
     threads must not do at once: one frees what the other writes to (torch 2.13, `isolate_recompiles`).

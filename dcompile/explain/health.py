@@ -69,7 +69,7 @@ def _held(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     gradient = parameter.grad
     if type(gradient) is PendingGradient:
         gradient = gradient.computed
-    if gradient is None or not gradient.numel():
+    if gradient is None or gradient.is_meta or not gradient.numel():
         return None
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()

@@ -104,13 +104,13 @@ def add_pass(copy: PackageCopy) -> None:
 
 
 KINDS, START = "ir/collective_kinds.py", "runtime/communication/model_collectives.py"
-NAME, ROW = ', "broadcast"]\n', '        CollectiveTraits("broadcast", ("broadcast",), "same", ring_passes=1),\n'
+NAME, ROW = ', "broadcast"] |', '        CollectiveTraits("broadcast", ("broadcast",), "same", ring_passes=1),\n'
 CASE = '        case "broadcast":\n            return start_broadcast(group, sent[0], how[0], limit_s)\n'
 
 
 def take_collective_out(copy: PackageCopy) -> None:
     """A dcompile that does not know broadcasts."""
-    copy.replace(KINDS, NAME, "]\n")
+    copy.replace(KINDS, NAME, "] |")
     copy.replace(KINDS, ROW, "")
     copy.replace(START, CASE, "")
     copy.touched.clear()
@@ -118,7 +118,7 @@ def take_collective_out(copy: PackageCopy) -> None:
 
 def add_collective_row(copy: PackageCopy) -> None:
     """docs/howto/collective.md, its first step."""
-    copy.replace(KINDS, '"all_to_all"]\n', f'"all_to_all"{NAME}')
+    copy.replace(KINDS, '"all_to_all"] |', f'"all_to_all"{NAME}')
     copy.insert(KINDS, "    )\n}\n\n\ndef bucket_traits", ROW)
 
 

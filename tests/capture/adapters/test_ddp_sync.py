@@ -13,6 +13,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp_sync import ArrivingGradients, DdpSync
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.call_state import Invocation, Variant
+from dcompile.capture.services import NoReplicas
 from dcompile.errors import DcompileError
 from dcompile.runtime.communication.ddp_buckets import ReducedRun
 
@@ -41,6 +42,9 @@ class MadeUpDdp:
         return self.state == "taken"
 
     def before_forward(self) -> None: ...
+
+    def replicated(self) -> list[Any]:
+        return []
 
     def wants_sync(self) -> bool:
         return self.sync
@@ -81,7 +85,10 @@ class MadeUpModel:
     def __init__(self, objections: tuple[str, ...] = ()) -> None:
         self.settings = SimpleNamespace(config=SimpleNamespace(distributed="auto", key=lambda: ""))
         self.compared: list[str] = []
-        self.services = SimpleNamespace(agree=lambda group, subject, lines, *_, **__: self.compared.append(subject))
+        self.services = SimpleNamespace(
+            agree=lambda group, subject, lines, *_, **__: self.compared.append(subject),
+            watch_replicas=lambda *_: NoReplicas(),
+        )
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.graphs: list[Any] = []
         self._objections = objections

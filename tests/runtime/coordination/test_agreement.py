@@ -7,7 +7,7 @@ import pytest
 
 from dcompile.errors import PlanMismatchError
 from dcompile.runtime.coordination import agreement, wait_policy
-from dcompile.runtime.coordination.agreement import _compare_lines, _hear
+from dcompile.runtime.coordination.agreement import _compare_lines, any_rank_objection
 from tests.runtime.ranks import Ranks
 
 
@@ -183,8 +183,11 @@ def test_a_meeting_lasts_as_long_as_the_groups_time_limit_at_least(ranks):
 @pytest.mark.parametrize(
     ("said", "heard"), [(["", "", ""], ""), (["", "no", ""], "rank 1: no"), (["no", "", "no"], "rank [02]: no")]
 )
-def test_all_ranks_hear_what_one_says(ranks, said, heard):
-    answers = ranks.each(lambda line: _hear(line, "gradients", said[line.rank], 5.0), ranks.start(3))
+def test_all_ranks_hear_what_one_says(ranks, monkeypatch, said, heard):
+    lines = ranks.start(3)
+    groups = {line.rank: group for line, group in zip(lines, ranks.groups, strict=True)}
+    monkeypatch.setattr(agreement, "peers_of", lambda group: lines[group.rank])
+    answers = ranks.each(lambda line: any_rank_objection(groups[line.rank], "gradients", said[line.rank]), lines)
     assert len(set(answers)) == 1 and re.fullmatch(heard, answers[0])
 
 

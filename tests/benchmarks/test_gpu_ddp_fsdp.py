@@ -131,3 +131,17 @@ def test_unknown_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse(["--peers", "dcompiler"])
     assert "dcompiler: not one of eager" in capsys.readouterr().err
+
+
+def test_a_step_within_a_budget_is_compared_with_torch_compiles_at_the_same_peak():
+    peers = {
+        BASE: {"ms": 100.0, "peak_mib": 1000.0},
+        "torch.compile budget 0.4": {"ms": 140.0, "peak_mib": 600.0},
+        "dcompile": {"ms": 80.0, "peak_mib": 1000.0},
+        "dcompile budget 0.75": {"ms": 96.0, "peak_mib": 800.0},
+        "dcompile budget 0.5": {"ms": 150.0, "peak_mib": 500.0},
+    }
+    near, below = gpu_ddp_fsdp.over_budgets("1B-budgets", peers)
+    assert near.endswith("peak 800 MiB (0.80), 96.0 ms, 0.800 of torch.compile's there, target 0.9: met")
+    assert below.endswith("peak 500 MiB (0.50), 150.0 ms; torch.compile needs more memory")
+    assert gpu_ddp_fsdp.over_budgets("1B-ddp", {BASE: peers[BASE], "dcompile": peers["dcompile"]}) == []

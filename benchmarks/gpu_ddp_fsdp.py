@@ -11,8 +11,8 @@ that word; torchao computes all scales behind the optimizer's step, or dcompile 
 float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan. `amp`:
 float32 parameters under autocast. `checkpointed`: gradient_checkpointing_enable. `accumulate`: float32 parameters,
 four batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, to fit in memory.
-`bitwise`: deterministic algorithms for all peers, and parameters after the first steps are compared by checksums with
-aot_eager's, which has the same graph: transformers builds other masks for eager mode.
+`bitwise`: deterministic algorithms for all peers, and parameters after the first steps are compared with eager's by
+checksums, and with those of torch.compile's backend aot_eager, for which transformers makes other masks.
 
 All peers of a line are in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
 FSDP2 is fully_shard on each block and on the root. torch.compile compiles each block, as its users do, dcompile the
@@ -652,9 +652,13 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
         if memory in base:
             judge("peak memory over torch.compile's", best[memory] / base[memory], line_.memory)
     bits = {n: found["checksums"] for n, found in line.items() if "checksums" in found}
-    if {"torch.compile aot_eager", "dcompile bitwise"} <= bits.keys():
-        equal = bits["dcompile bitwise"] == bits["torch.compile aot_eager"]
-        said.append(f"{label}: parameters after {WARM_UP} steps {'equal' if equal else 'DIFFER from'} aot_eager's")
+    if "dcompile bitwise" in bits:
+        for other in ("eager", f"{BASE} aot_eager"):
+            if other in bits:
+                equal = bits["dcompile bitwise"] == bits[other]
+                said.append(
+                    f"{label}: parameters after {WARM_UP} steps {'equal' if equal else 'DIFFER from'} {other}'s"
+                )
         if "ms" in line.get("eager", {}):
             judge("bitwise step over eager's", measured["dcompile bitwise"]["ms"] / line["eager"]["ms"], 0.97)
     if not best.get("took_over"):

@@ -112,7 +112,11 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     # torch writes zeros into the gaps between windows that are changed in place
     GraphPass(view_unfold_by_slices, required=True),
     GraphPass(gather_upsampling_gradients, lambda request: (request.planned_for,), when=with_own_kernels),
-    GraphPass(recognize_causal_masks, lambda _: (element_tracer,), when=with_own_kernels),
+    GraphPass(
+        recognize_causal_masks,
+        lambda request: (element_tracer, request.config.numerics == "bitwise"),
+        when=lambda config: with_own_kernels(config) or config.numerics == "bitwise",
+    ),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after causal masks, for which kernels have a flag, and single queries, whose keys are read once
     GraphPass(

@@ -121,6 +121,15 @@ def _transformers_logging() -> set[Any]:
     return {getattr(module, name) for name in names if hasattr(module, name)}
 
 
+def shares_heads_without_mask(key: Any, value: Any) -> bool:
+    """Whether the imported transformers gives attention keys and values with fewer heads if there is no mask."""
+    shares = getattr(sys.modules.get("transformers.integrations.sdpa_attention"), "use_gqa_in_sdpa", None)
+    if shares is None:
+        return False
+    given = (None, key, value)[: len(inspect.signature(shares).parameters)]  # the value's width counts in newer ones
+    return bool(shares(*given))
+
+
 def optimize(
     backend: Callable[..., Any],
     *,

@@ -45,12 +45,13 @@ from dcompile.capture.passes.dynamo.captured_nodes import (
     MASK,
     Changed,
     argument,
+    is_call,
     is_of_torch,
     name_of,
     sizes_of,
     value_of,
 )
-from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
+from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, share_heads, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.device_traits import traits_of
 from dcompile.ir.index import (
@@ -304,15 +305,20 @@ INSTEAD = {
 """Kind of a mask -> text for the receipt on the call without it."""
 
 
-def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], MaskTracer]) -> PassReport:
+def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], MaskTracer], as_eager: bool = False) -> PassReport:
     """Rewrite attention calls with a causal or full mask in a Dynamo graph and all its subgraphs, in place.
 
     `tracer`: makes what computes elements. Masks without other users are erased, with the nodes that only they need,
     and as operands of subgraphs.
+
+    `as_eager`: only causal masks that a library makes because it is traced. Eager mode then calls the same kernel as
+    the rewritten graph, with shared heads where eager mode shares them, so results have its bits.
     """
     nest = NestedGraphs(gm)
     if not any(map(mask_of, nest.nodes())):
         return PassReport()
+    if as_eager:
+        return _leave_out_traced_masks(nest, tracer)
     changed = change_constants_anew(nest)
     elements = ElementsOf(nest, Changed(nest), tracer())
     verdict_on = functools.cache(lambda mask, scores: _verdict(elements(mask), scores))  # layers share masks
@@ -332,6 +338,63 @@ def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], MaskTracer]) ->
         nest.recompile()
     notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
     return PassReport(sum(done.values()), tuple(GAIN + note for note in notes))
+
+
+def _leave_out_traced_masks(nest: NestedGraphs, tracer: Callable[[], MaskTracer]) -> PassReport:
+    """Rewrite attention calls for which transformers would have made no mask in eager mode, as it would have there."""
+    elements = ElementsOf(nest, Changed(nest), tracer())
+    verdict_on = functools.cache(lambda mask, scores: _verdict(elements(mask), scores))
+    masks, repeated, done = dict[Node, None](), list[Node](), 0
+    for node in nest.nodes():
+        mask = mask_of(node)
+        if mask is None:
+            continue
+        query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
+        scores = (*sizes_of(query)[:-1], *sizes_of(key)[-2:-1])
+        if len(scores) < 3 or not made_where_traced(mask, nest, scores[-1]) or verdict_on(mask, scores) != "causal":
+            continue
+        _use_flag(node, causal=True)
+        shared = unrepeated(node, nest)
+        if shared is not None and compat.dynamo.shares_heads_without_mask(*map(value_of, (key, value))):
+            repeated += [key, value]
+            share_heads(node, *shared)
+        masks[mask] = None
+        done += 1
+    nest.erase_unused(masks, elements.is_constant)
+    if not done:
+        return PassReport()
+    erase_repeated(repeated, nest)
+    nest.recompile()
+    return PassReport(done, (f"{done} attention calls run without the mask that is made only where they are traced",))
+
+
+def made_where_traced(mask: Node, nest: NestedGraphs, length: Size) -> bool:
+    """Would transformers have left out a causal mask of `length` keys in eager mode?
+
+    It looks for packed sequences in the values of position ids, which it cannot read where it is traced. A window makes
+    a mask in eager mode, too, unless the keys are fewer.
+    """
+    if mask.op == "placeholder":
+        given = nest.sources(mask)
+        return bool(given) and all(made_where_traced(source, nest, length) for source in given or ())
+    if "transformers/masking_utils.py" not in (mask.meta.get("stack_trace") or "").replace("\\", "/"):
+        return False
+    made_of = _made_of(mask)
+    if any(name_of(node) == "_add_batch_dim" for node in made_of):
+        return False  # vmap: of a model's own function, for which eager mode makes a mask
+    windows = [node.args[1] for node in made_of if is_call(node, "sub", "floordiv") and len(node.args) > 1]
+    sizes = [size for size in windows if isinstance(size, int) and size > 1]
+    return not sizes or (isinstance(length, int) and min(sizes) > length)
+
+
+def _made_of(mask: Node) -> set[Node]:
+    """Return a node and all that it is computed from, in its own graph."""
+    found, left = {mask}, [mask]
+    while left:
+        more = [node for node in left.pop().all_input_nodes if node not in found]
+        found.update(more)
+        left += more
+    return found
 
 
 def mask_of(node: Node) -> Node | None:

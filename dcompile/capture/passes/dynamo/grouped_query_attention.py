@@ -53,7 +53,7 @@ def use_grouped_query_attention(gm: GraphModule, planned_for: str | None = None)
         shared = unrepeated(node, nest)
         if shared is not None:
             repeated += [argument(node, place, name) for place, name in ((1, "key"), (2, "value"))]
-            _share(node, *shared)
+            share_heads(node, *shared)
             count += 1
     if count:
         erase_repeated(repeated, nest)
@@ -190,7 +190,8 @@ def _adds_third_dimension(node: Node) -> bool:
     return all(part in (every, ...) for part in index[3:])
 
 
-def _share(node: Node, key: Node, value: Node) -> None:
+def share_heads(node: Node, key: Node, value: Node) -> None:
+    """Give an attention call keys and values with fewer heads than queries, in place."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for place, (name, shared) in enumerate((("key", key), ("value", value)), 1):
         if len(args) > place:

@@ -680,17 +680,13 @@ def over_budgets(label: str, line: dict[str, Any]) -> list[str]:
             continue
         peak, ms = found["peak_mib"], found["ms"]
         part = peak / line["dcompile"]["peak_mib"] if line.get("dcompile", {}).get("peak_mib") else float("nan")
+        head = f"{label}, {name}: peak {peak:.0f} MiB ({part:.2f}), {ms:.1f} ms"
         if peak < curve[0][0]:
-            said.append(
-                f"{label}, {name}: peak {peak:.0f} MiB ({part:.2f}), {ms:.1f} ms; torch.compile needs more memory"
-            )
+            said.append(f"{head}; torch.compile needs more memory")
             continue
         other = float(numpy.interp(peak, *zip(*curve, strict=True)))
         verdict = "met" if ms / other <= 0.9 else "MISSED"
-        said.append(
-            f"{label}, {name}: peak {peak:.0f} MiB ({part:.2f}), {ms:.1f} ms, {ms / other:.3f} of torch.compile's there, "
-            f"target 0.9: {verdict}"
-        )
+        said.append(f"{head}, {ms / other:.3f} of torch.compile's there, target 0.9: {verdict}")
     return said
 
 

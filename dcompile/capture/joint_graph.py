@@ -38,7 +38,7 @@ def partition_joint(
     *,
     num_fwd_outputs: int,
     carries_sync: bool,
-    fusible: tuple[frozenset[Any], frozenset[Any]],
+    fusible: tuple[frozenset[Any], frozenset[Any]] | None,
     memory_budget: float = 1.0,
     recompute_library_operands: bool = False,
     choose_saved: Callable[..., Any] | None = None,
@@ -47,7 +47,7 @@ def partition_joint(
     """Cut a joint graph into forward and backward by torch's min-cut; add the token if the adapter needs it.
 
     `fusible`: the ops, in addition to torch's own list, that are fused into loops, and those of them that may be
-    recomputed.
+    recomputed; None if each operation is a kernel of its own, which only the user's checkpoints run again.
     `memory_budget`: fraction of the usual saved bytes that may be saved.
     `recompute_library_operands`: whether the backward may also recompute operands of library calls, which it must then
     write to memory.
@@ -57,7 +57,7 @@ def partition_joint(
     forward, backward = compat.aot.min_cut_partition(
         joint,
         joint_inputs,
-        *fusible,
+        fusible,
         memory_budget,
         recompute_library_operands,
         minimum_cut,

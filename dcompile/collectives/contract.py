@@ -415,8 +415,11 @@ class Compiler(Protocol):
     def decompositions(self, trains: bool = True) -> dict[Any, Any]:
         """Decomposition table for AOTAutograd; `trains` where the graph may need gradients."""
 
-    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
-        """(ops that become part of a loop, those of them that may be recomputed), in addition to torch's own."""
+    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]] | None:
+        """(ops that become part of a loop, those of them that may be recomputed), in addition to torch's own.
+
+        None if each operation is a kernel of its own, so that nothing is free to recompute.
+        """
 
     def graph_passes(self) -> GraphPasses:
         """FX graph passes and output steps that the settings enable."""

@@ -96,8 +96,7 @@ def backward_at_once() -> contextlib.AbstractContextManager[Any]:
 def min_cut_partition(
     joint: Any,
     joint_inputs: Any,
-    fusible: frozenset[Any],
-    recomputable: frozenset[Any],
+    fusible: tuple[frozenset[Any], frozenset[Any]] | None,
     memory_budget: float = 1.0,
     recompute_library_operands: bool = False,
     minimum_cut: Callable[..., Any] | None = None,
@@ -106,8 +105,9 @@ def min_cut_partition(
 ) -> tuple[Any, Any]:
     """Partition a joint graph as torch does, by a minimum cut between saving and recomputing: (forward, backward).
 
-    `fusible` and `recomputable` are overload packets that torch treats so besides its own. They are added through a
-    function of its module, which is replaced during the cut. If torch has no such function, only its own list counts.
+    `fusible`: overload packets that torch takes for fusible besides its own, and those that it may recompute. None: no
+    operation is fused, and only views are recomputed. Both are told through a function of its module, which is
+    replaced during the cut. If torch has no such function, only its own list counts.
 
     `memory_budget`: part of the bytes that would be saved; the rest is recomputed.
     `recompute_library_operands`: the backward may also recompute tensors that it then has to write for a library call.
@@ -126,9 +126,7 @@ def min_cut_partition(
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
-    request = PatchRequest(
-        fusible=fusible, recomputable=recomputable, minimum_cut=minimum_cut, choose_saved=choose_saved
-    )
+    request = PatchRequest(fusible=fusible, minimum_cut=minimum_cut, choose_saved=choose_saved)
     with patched("partition", request), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 

@@ -115,10 +115,11 @@ class CachingCompiler:
         whole = compat.inductor.decompositions() if backend.name == "inductor" else {}
         return table.with_random(whole, fallback_random=self.config.fallback_random)
 
-    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
-        """Fusible ops for the partitioner; empty if ATen runs everything."""
+    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]] | None:
+        """Fusible ops for the partitioner, besides torch's; None if ATen runs all, unless memory counts more."""
         if not self.config.own_kernels:
-            return frozenset(), frozenset()
+            alone = self.config.kernels == "aten" and self.config.recompute != "memory"
+            return None if alone else (frozenset(), frozenset())
         from dcompile.codegen.lower import registry
 
         return registry.fusible_ops()

@@ -71,7 +71,7 @@ class InterpreterCompiler:
     def decompositions(self, trains: bool = True) -> dict[Any, Any]:
         return {}
 
-    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
+    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]] | None:
         return frozenset(), frozenset()
 
     def graph_passes(self) -> GraphPasses:

@@ -43,18 +43,28 @@ def minimum_cut_by(minimum_cut: Callable[..., Any] | None) -> contextlib.Abstrac
     return unittest.mock.patch.object(networkx, "minimum_cut", cut)  # type: ignore[no-any-return, unused-ignore]
 
 
-def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> contextlib.AbstractContextManager[Any]:
-    """While graphs are partitioned, count these overload packets among those that loops hold, or compute again."""
+def other_fusible_ops(
+    fusible: tuple[frozenset[Any], frozenset[Any]] | None,
+) -> contextlib.AbstractContextManager[Any]:
+    """While graphs are partitioned, count these overload packets among those that loops hold, or compute again.
+
+    None: operations are kernels, which are neither fused nor free to run again. Views, and arithmetic on sizes, are.
+    """
     from torch._functorch import partitioners
 
-    parts = _views_of_parts()
-
     def extended(found: Any) -> Any:
+        views = found.view_ops - _views_of_parts()
+        if fusible is None:
+            sizes = {op for op in found.recomputable_ops if not isinstance(op, torch._ops.OpOverloadPacket)}
+            return dataclasses.replace(
+                found, fusible_ops=found.view_ops, recomputable_ops=found.view_ops | sizes, view_ops=views
+            )
+        fused, again = fusible
         return dataclasses.replace(
             found,
-            fusible_ops=found.fusible_ops | fusible,
-            recomputable_ops=found.recomputable_ops | recomputable,
-            view_ops=found.view_ops - parts,
+            fusible_ops=found.fusible_ops | fused,
+            recomputable_ops=found.recomputable_ops | again,
+            view_ops=views,
         )
 
     return replaced_attribute(partitioners, "get_default_op_list", lambda own: lambda: extended(own()))

@@ -268,12 +268,12 @@ PATCHES: tuple[TorchPatch, ...] = (
     ),
     # --- a joint graph is cut ---
     TorchPatch(
-        partitioner.more_fusible_ops,
+        partitioner.other_fusible_ops,
         (f"{_PARTITIONERS}.get_default_op_list",),
         "takeover",
         "torch's list of operations that loops hold was made for its own compiler",
         PARTITION,
-        lambda request: (request.fusible, request.recomputable),
+        lambda request: (request.fusible,),
     ),
     TorchPatch(
         partitioner.minimum_cut_by,

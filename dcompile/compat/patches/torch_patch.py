@@ -33,8 +33,7 @@ class PatchRequest:
     layers_once: bool = False
     certain_branches: bool = False
     eager_kernels: bool = False
-    fusible: frozenset[Any] = frozenset()
-    recomputable: frozenset[Any] = frozenset()
+    fusible: tuple[frozenset[Any], frozenset[Any]] | None = (frozenset(), frozenset())
     minimum_cut: Callable[..., Any] | None = None
     choose_saved: Callable[..., Any] | None = None
 

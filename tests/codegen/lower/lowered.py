@@ -140,8 +140,7 @@ def compile_with(seen: Seen, function: Any) -> Any:
         call._boxed_call = True
         return call
 
-    fusible_, again = registry.fusible_ops()
-    partition = functools.partial(compat.aot.min_cut_partition, fusible=fusible_, recomputable=again)
+    partition = functools.partial(compat.aot.min_cut_partition, fusible=registry.fusible_ops())
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,

@@ -1,4 +1,4 @@
-"""Under numerics="bitwise", attention is called as in eager mode where transformers makes masks only when it is traced."""
+"""Under numerics="bitwise", masks that transformers makes only where it is traced are left out, as in eager mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.codegen.lower.elements import ElementTracer
 
 LENGTH = 24
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 NOTE = "2 attention calls run without the mask that is made only where they are traced"
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcompile.bisect.watched_shards import WatchedShards
 from dcompile.collectives.contract import AnySource, Executable, Foreseen, ParamInfo, ProgramReport, Request
 from dcompile.compat.dispatch_watch import random_states
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
 from dcompile.runtime.communication.ddp_buckets import BucketSet
+from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 from dcompile.verify.compare import Miss, compare, is_near
 from dcompile.verify.reference import changed_inputs, copied, evaluate, with_roundings
@@ -133,15 +135,17 @@ class CheckedProgram:
         self._scattered = sharded_results(request)
         """Positions of results that are not there: shards go to their parameters."""
         self._device = torch.device("cpu")
-        if request.gathers:
-            compiler.log.leave(request.name, "it gathers sharded parameters, which only it has whole", self.report)
+        self._gathered = dict(request.gathers)
+        """Positions of inputs that stand for sharded parameters, which hold nothing -> their numbers."""
+        self._infos = {info.number: info for info in request.params}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
 
     def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         log, name = self._compiler.log, self._request.name
-        reduces = sync and buckets is not None
+        # a program that gathers is in the same call on all ranks, too
+        reduces = (sync or bool(self._gathered)) and buckets is not None
         if self.buckets is not self._run.buckets and isinstance(buckets, BucketSet):
             buckets.serve(self._run.buckets)
         if name in log.unchecked or not log.due(name, reduces):
@@ -149,23 +153,44 @@ class CheckedProgram:
         copies = copied([value if place in self._changed else None for place, value in enumerate(args)])
         # tensors that a program may reuse are not held here: it asks whether anybody else does
         inputs = [copies[place] if place in self._changed else value for place, value in enumerate(args)]
-        kept = {place: value for place, value in enumerate(args) if place not in self._request.donated}
+        apart = {*self._request.donated, *self._gathered}
+        kept = {place: value for place, value in enumerate(args) if place not in apart}
+        watched = WatchedShards(buckets) if isinstance(buckets, ShardCommunication) else None
+        if watched is not None and (missing := self._gather(watched, inputs)):
+            log.leave(name, f"{missing} is sent in another form than it has", self.report)
+            return self._run(args, buckets=buckets, sync=sync)
         self._device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), self._device)
         restore = random_states(self._device)
-        results = self._run(args, buckets=buckets, sync=sync)
+        results = self._run(args, buckets=watched or buckets, sync=sync)
         after = random_states(self._device)
-        found, is_wrong = self._compare(inputs, results, kept, restore, reduces)
+        found, is_wrong = self._compare(inputs, results, kept, restore, reduces, watched)
         after()
         if is_wrong:
             pipeline, on_aten = self._compiler.pipeline(), partial(self._compiler.on_aten, self._gm, self._request)
-            wrong = found and WrongCall(self._gm, self._request, pipeline, copied(inputs), restore, *found)
+            alone = self._request if watched is None else replace(self._request, gathers=(), grads=(), params=())
+            wrong = found and WrongCall(self._gm, alone, pipeline, copied(inputs), restore, *found)
             self._run = log.missed(name, wrong, self._run, on_aten)
             # errors that the search has caught may hold results, and autograd then copies gradients, on this rank alone
             gc.collect()
         return results
 
+    def _gather(self, watched: WatchedShards, inputs: list[Any]) -> str:
+        """Put whole parameters among the inputs; return the name of one that cannot be gathered here, or empty."""
+        infos = [self._infos[number] for number in self._gathered.values()]
+        for place, info, whole in zip(self._gathered, infos, watched.gathered(infos), strict=True):
+            if whole is None:
+                return info.fqn
+            inputs[place] = whole
+        return ""
+
     def _compare(
-        self, inputs: list[Any], results: list[Any], kept: dict[int, Any], restore: Callable[[], None], reduces: bool
+        self,
+        inputs: list[Any],
+        results: list[Any],
+        kept: dict[int, Any],
+        restore: Callable[[], None],
+        reduces: bool,
+        watched: WatchedShards | None,
     ) -> tuple[tuple[str, Miss, ParamInfo | None] | None, bool]:
         """The first result that is wrong here, and whether one is on any rank that takes part.
 
@@ -173,24 +198,26 @@ class CheckedProgram:
         where float64 shows a miss.
         """
         restore()
-        if (same := self._evaluated(inputs, reduces, exact=False)) is None:
+        if (same := self._evaluated(inputs, reduces, watched, exact=False)) is None:
             return None, False
         got = [*results, *kept.values()]
+        for place in self._scattered:
+            got[place] = None if watched is None else watched.reduced.get(self._unit_of(place))
         self._compiler.log.checked[self._request.name] = sum(isinstance(value, torch.Tensor) for value in same)
         places = [*range(len(results)), *(len(results) + place for place in kept)]
-        doubt = [
-            at for at, place in enumerate(places) if place not in self._scattered and not is_near(got[at], same[place])
-        ]
+        left_out = {place for place in self._scattered if got[place] is None or same[place] is None}
+        doubt = [at for at, place in enumerate(places) if place not in left_out and not is_near(got[at], same[place])]
         if not self._anyone(bool(doubt), reduces):
             return None, False
         restore()
-        if (exact := self._evaluated(inputs, reduces, exact=True)) is None:
+        if (exact := self._evaluated(inputs, reduces, watched, exact=True)) is None:
             return None, False
         doubt = [at for at in doubt if compare(got[at], same[places[at]], exact[places[at]]) is not None]
         if not self._anyone(bool(doubt), reduces):
             return None, False
         restore()
-        if (rounded := self._evaluated(with_roundings(inputs, self._written), reduces, exact=False)) is None:
+        roundings = with_roundings(inputs, self._written)
+        if (rounded := self._evaluated(roundings, reduces, watched, exact=False)) is None:
             return None, False
         found = None
         for at in doubt:
@@ -209,7 +236,15 @@ class CheckedProgram:
         infos = {info.number: info for info in self._request.params}
         return next((infos.get(number) for at, number in self._request.grads if at == place), None)
 
-    def _evaluated(self, inputs: list[Any], reduces: bool, *, exact: bool) -> list[Any] | None:
+    def _unit_of(self, place: int) -> int:
+        """Unit of the sharded parameter whose gradient a result is."""
+        info = self._averaged_parameter(place)
+        assert info is not None and info.shard is not None, "of a sharded parameter"
+        return info.shard.unit
+
+    def _evaluated(
+        self, inputs: list[Any], reduces: bool, watched: WatchedShards | None, *, exact: bool
+    ) -> list[Any] | None:
         """ATen's results, averaged over ranks where the program does that, and the inputs afterwards.
 
         None if ATen fails on some rank: the program is then not checked any more.
@@ -226,6 +261,11 @@ class CheckedProgram:
         for place, _ in self._request.grads if reduces else ():
             if results[place] is not None and place not in self._scattered:
                 results[place] = self._averaged(results[place])
+        if watched is not None:
+            gradients = [(self._infos[number], results[place]) for place, number in self._request.grads]
+            shards = watched.averaged([pair for pair in gradients if pair[0].shard is not None])
+            for place in self._scattered:
+                results[place] = shards.get(self._unit_of(place))
         return [*results, *after]
 
     def _anyone(self, here: bool, reduces: bool) -> bool:

@@ -74,14 +74,17 @@ def _memory_used_twice() -> Any:
     return next(fault for fault in FAULTS if fault.name == "memory is used twice").plant()
 
 
-def watched(fault: str, steps: int) -> tuple[list[float], list[float], list[str], str]:
-    """Losses under DDP with a sentinel of every second call, stock's, notes about it, and the error that ended it."""
+def watched(
+    fault: str, steps: int, wrapper: str = "ddp", accumulate: bool = False
+) -> tuple[list[float], list[float], list[str], str]:
+    """Losses with a sentinel of every second call, stock's, notes about it, and the error that ended it."""
     faults = {fault.name: fault.plant for fault in FAULTS} | {
         "": contextlib.nullcontext,
         "divisor": _divides_by_one_more,
+        "scatter": _scatters_halves,
         "one rank": lambda: _memory_used_twice() if torch.distributed.get_rank() else contextlib.nullcontext(),
     }
-    stock, compiled, error = trained(steps, None), list[float](), ""
+    stock, compiled, error = trained(steps, None, None, wrapper, accumulate), list[float](), ""
     found: list[str] = []
     with faults[fault](), tempfile.TemporaryDirectory() as folder:
         options = {
@@ -93,25 +96,36 @@ def watched(fault: str, steps: int) -> tuple[list[float], list[float], list[str]
             "verify": False,
         }
         try:
-            compiled = trained(steps, options, found)
+            compiled = trained(steps, options, found, wrapper, accumulate)
         except dcompile.WrongResultError as reason:
             error = str(reason)
     return compiled, stock, found, error
 
 
-def trained(steps: int, options: dict[str, Any] | None, found: list[str] | None = None) -> list[float]:
-    """Losses of a model under DDP; `found` gets what its receipt says of the sentinel."""
+def trained(
+    steps: int, options: dict[str, Any] | None, found: list[str] | None, wrapper: str, accumulate: bool
+) -> list[float]:
+    """Losses of a data-parallel model; `found` gets what its receipt says of the sentinel.
+
+    `accumulate`: each second step reduces the gradients of two.
+    """
     module, x = make("perceptron")
     x = x.detach() + torch.distributed.get_rank()
-    wrapped = DistributedDataParallel(module)
+    if wrapper == "fsdp2":
+        torch.distributed.fsdp.fully_shard(module)
+    wrapped = DistributedDataParallel(module) if wrapper == "ddp" else module
     if options is not None:
         dcompile.compile(wrapped, options=options)
     optimizer, losses = torch.optim.SGD(wrapped.parameters(), lr=0.01), []
-    for _ in range(steps):
+    for step in range(steps):
+        reduces = not accumulate or step % 2 == 1
+        if accumulate and wrapper == "fsdp2":
+            wrapped.set_requires_gradient_sync(reduces)
         loss = wrapped(x).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if reduces:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
     if found is not None:
         receipt = dcompile.receipt(wrapped)

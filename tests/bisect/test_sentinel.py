@@ -136,6 +136,22 @@ def test_a_wrong_collective_ends_the_job_on_both_ranks(pair: Ranks) -> None:
         assert "no kernel is at fault" in error
 
 
+@pytest.mark.parametrize("accumulate", (False, True))
+def test_sharded_ranks_raise_no_false_alarm(pair: Ranks, accumulate: bool) -> None:
+    for ours, stock, found, error in pair.run(CASE, 200, fault="", steps=8, wrapper="fsdp2", accumulate=accumulate):
+        assert ours == pytest.approx(stock, rel=1e-5) and not found and not error
+
+
+def test_a_wrong_kernel_is_found_where_parameters_are_sharded(pair: Ranks) -> None:
+    for _, _, found, error in pair.run(CASE, 200, fault="mul is printed as add", steps=6, wrapper="fsdp2"):
+        assert any("forward0" in note and "kernel" in note for note in found) and not error
+
+
+def test_a_wrong_reduce_scatter_ends_the_job_on_both_ranks(pair: Ranks) -> None:
+    for _, _, _, error in pair.run(CASE, 200, fault="scatter", steps=8, wrapper="fsdp2"):
+        assert "no kernel is at fault" in error
+
+
 def test_what_is_not_checked_is_a_note_of_the_receipt() -> None:
     sentinel, report = Sentinel(Config(sentinel=1)), ProgramReport()
     sentinel.leave("forward0", "ATen does not evaluate it", report)

@@ -438,6 +438,10 @@ class DeferredGradients:
         kept = {number for _, number in self._begun} | self.whole.keys() | self.partial.keys()
         return any(number in kept for number in numbers)
 
+    def shared(self) -> set[int]:
+        """Units to whose gradients other programs of a backward, or ranks of a shard group, have already added."""
+        return {number for _, number in self._begun} | self.partial.keys()
+
     def forget_failed(self) -> None:
         """Drop partial sums of backwards that ended with an error. Has an effect only outside of any backward."""
         if backward_task() < 0:
@@ -624,6 +628,11 @@ class ShardCommunication:
     def _keeps(self, group: ShardGroup, number: int) -> bool:
         """Whether gradients of a unit are kept here instead of reduced."""
         return number in self.later or group.wants() == "nothing"
+
+    def reducing(self, bucket: str) -> Mapping[int, torch.Tensor]:
+        """Unit -> memory of this rank's shard, for each unit of a bucket that is being averaged over all ranks."""
+        pending = self._reducing.get(bucket)
+        return {} if pending is None or pending.group.wants() != "all" else pending.shards
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for the reduction that `start_scatter` began, and install the shards as gradients."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,6 +50,12 @@ def _check_unchanged(info: ParamInfo, parameter: torch.Tensor) -> None:
         )
 
 
+PRESENCE_APART = (
+    "numerics='bitwise' over more than two ranks, which may use different parameters: DDP sends apart who has them"
+)
+"""Reason for leaving reduction to DDP."""
+
+
 class DdpAdapter(PlainAdapter):
     """State of the takeover of one DDP module."""
 
@@ -62,8 +68,11 @@ class DdpAdapter(PlainAdapter):
     carries_sync = True
     synchronizes = True
 
-    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
-        """Start undecided. `module`: the module whose gradients DDP reduces, if it wraps another one (`replicate`)."""
+    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None, bitwise: bool = False) -> None:
+        """Start undecided. `module`: the module whose gradients DDP reduces, if it wraps another one (`replicate`).
+
+        `bitwise`: whether gradients must have stock's bits. Over more than two ranks, buckets then have DDP's layout.
+        """
         self._ddp = weakref.ref(ddp)
         kept: Any = ddp.module if module is None else module
         self._module: Callable[[], Any] = weakref.ref(kept)
@@ -95,10 +104,16 @@ class DdpAdapter(PlainAdapter):
             ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
             for number, (name, p) in enumerate(parameters)
         )
+        self._bitwise = bitwise
+        self._arrival: tuple[int, ...] = ()
+        """If buckets have DDP's layout: parameters in the order in which eager's gradients are ready."""
+        self.rebuilt = False
+        """Whether a backward has reduced, after which DDP lays its buckets out anew."""
         self._group: Any = None
         self._allows_unused = self._joins = self._static = False
         self._rule: tuple[tuple[int, ...], str] = (), ""
         """Bucket sizes in bytes, and the dtype that gradients are cast to for all-reduces."""
+        self._limits_each = False
         self._objections: list[str] = []
         self._read_settings(ddp)
         self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
@@ -137,6 +152,7 @@ class DdpAdapter(PlainAdapter):
         if self.state == "undecided":
             self._objections = compat.ddp.objections(ddp, self._module())
             self._rule = compat.ddp.bucket_bytes(ddp), compat.ddp.wire(ddp) or ""
+            self._limits_each = compat.ddp.limits_each_bucket(ddp)
 
     @property
     def ddp(self) -> Any:
@@ -198,11 +214,23 @@ class DdpAdapter(PlainAdapter):
     def communicators(self) -> dict[str, Any]:
         return {"ddp": self.group}
 
-    def bucket_rule(self) -> BucketRule | None:
+    def bucket_rule(self, arrival: Sequence[int] = ()) -> BucketRule | None:
         if self.state == "stock":
             return None
         (first, second, *more), wire = self._rule
-        return BucketRule(first, second, tuple(more), wire, self.covers_all_params)
+        if self.as_stock and not self._arrival:  # DDP lays its buckets out anew once, after its first reduction
+            self._arrival = tuple(arrival)
+        return BucketRule(first, second, tuple(more), wire, self.covers_all_params, order=self._arrival)
+
+    @property
+    def as_stock(self) -> bool:
+        """Whether buckets have DDP's layout: on two ranks, a sum has no order that could follow from it."""
+        return self._bitwise and self._group.size() > 2
+
+    def first_rule(self) -> BucketRule:
+        """Return the rule of DDP's first reduction: one bucket of all, or by given limits, in the order of numbers."""
+        limits, wire = compat.ddp.first_bucket_bytes(self._rule[0], self._limits_each), self._rule[1]
+        return BucketRule(limits[0], limits[1], limits[2:], wire, order=tuple(sorted(self.refs)))
 
     @property
     def uneven(self) -> bool:
@@ -286,6 +314,8 @@ class DdpAdapter(PlainAdapter):
     def standing_objections(self) -> list[str]:
         """Return the objections to taking over that do not depend on what the model computes."""
         reasons = [self._missing] if self._missing else self._objections
+        if not self._missing and self.as_stock and self.uneven:
+            reasons = [*reasons, PRESENCE_APART]
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:

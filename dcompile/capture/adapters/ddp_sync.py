@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from dcompile.ir.buffers import Bucket
 
 GRADIENTS = "gradients of a model"
 """Subject of the comparison between ranks of who reduces gradients: dcompile or DDP."""
+SEVERAL_AS_STOCK = "numerics='bitwise' over more than two ranks: DDP's buckets hold gradients of several graphs"
+"""Reason for leaving reduction to DDP."""
 ARRIVING = 2
 """Token (`Invocation.token`) of calls whose gradients are reduced as autograd adds them to `.grad`."""
 EAGER = "a forward ran without any compiled graph"
@@ -168,6 +170,16 @@ class DdpSync(GradientSync):
         self.model.agree_on(plan_of(layout, infos))
         return layout, self.make_buckets(layout)
 
+    def _initial_buckets(self) -> GradientBuckets:
+        """Return the buckets of DDP's first reduction, which it lays out without knowing when gradients are ready.
+
+        They are reduced after the backward, from `.grad`.
+        """
+        infos = self._adapter.exchanged(self._adapter.trainable())
+        layout = tuple(map(as_used, self.model.services.all_idle(infos, self._adapter.first_rule())))
+        self.model.agree_on(plan_of(layout, infos))
+        return self.make_buckets(layout)
+
     # --- backward ---
 
     def before_backward(self, graph: GraphView, sync: bool) -> bool:
@@ -186,6 +198,8 @@ class DdpSync(GradientSync):
 
     def _decide(self) -> None:
         adapter, objections = self._adapter, self.model.objections()
+        if adapter.as_stock and sum(bool(graph.grads) for graph in self.model.graphs) > 1:
+            objections.append(SEVERAL_AS_STOCK)
         if not adapter.uneven:
             adapter.decide(objections)
             # other parameters stay watched: their gradients come from outside the module, and are reduced on their own
@@ -261,7 +275,10 @@ class DdpSync(GradientSync):
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
-            self._synced[task] = SynchronizedBackward(after_backward=bool(hooked))
+            initial = adapter.as_stock and not adapter.rebuilt
+            self._synced[task] = SynchronizedBackward(after_backward=initial or bool(hooked))
+            if initial:
+                adapter.rebuilt, buckets = True, self._initial_buckets()
             if hooked:
                 adapter.note_behind(hooked)
             compat.autograd.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
@@ -369,6 +386,13 @@ class DdpSync(GradientSync):
             return compiled(*args)
 
         return checked
+
+
+def as_used(bucket: Bucket) -> Bucket:
+    """Return a bucket in which every parameter with a place has a gradient."""
+    numbers, offsets = zip(*bucket.places, strict=True)
+    unnamed = ("",) * len(numbers)
+    return replace(bucket, params=numbers, offsets=offsets, buffers=unnamed, idle=(), idle_offsets=())
 
 
 def _with_gradients(result: Any) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
@@ -141,6 +141,6 @@ class PlainAdapter:
         """Return group name -> number of replicas that all-reduce its reduced shards, for groups with replicas."""
         return {}
 
-    def bucket_rule(self) -> BucketRule | None:
+    def bucket_rule(self, arrival: Sequence[int] = ()) -> BucketRule | None:
         """Return the sizes at which buckets close, or None for a model without buckets."""
         return None

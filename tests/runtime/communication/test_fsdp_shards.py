@@ -118,6 +118,8 @@ class Holder:
 class OneGroup:
     """All of them are sharded over one rank."""
 
+    name, as_stock = "fsdp0", False
+
     def scatter_group(self):
         return dist.group.WORLD
 

@@ -91,6 +91,8 @@ class BucketRule:
     """Parameters in the order in which DDP's reducer has them in its buckets. Buckets then have its layout, without
     gaps, and are filled by copies as there. If empty: the reverse of the order of numbers, and aligned gradients.
     """
+    last_bucket_first: bool = False
+    """Whether the bucket of the last parameters is reduced first, as in DDP until it knows when gradients are ready."""
 
     @property
     def limits(self) -> tuple[int, ...]:

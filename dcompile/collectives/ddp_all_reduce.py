@@ -57,7 +57,8 @@ def assign_to_buckets(params: Sequence[ParamInfo], rule: BucketRule) -> list[lis
         if bucket.nbytes >= bucket.limit:
             done.append(filling.pop(key))
     done += filling.values()
-    return [bucket.members for bucket in sorted(done, key=lambda b: b.position)]
+    done.sort(key=lambda bucket: bucket.position, reverse=rule.last_bucket_first)
+    return [bucket.members for bucket in done]
 
 
 def _in_order(params: Sequence[ParamInfo], rule: BucketRule) -> list[ParamInfo]:
@@ -102,6 +103,7 @@ def lay_out(
         idle=tuple(number for number, _ in idle),
         idle_offsets=tuple(offset for _, offset in idle),
         marks=len(members) * marks,
+        marks_apart=marks and not aligned,
     )
 
 

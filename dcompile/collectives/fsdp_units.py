@@ -87,7 +87,8 @@ def unit_buckets(
     """(place, bucket) of the units of these parameters, in the order of places: one per group unless it is split.
 
     `places`: the step at which each unit is needed or ready. A gather is placed at the first of its units, a reduction
-    at the last. Reductions in stock's layout (`Shard.as_stock`) are never split. `buffer_of`: parameter number -> the buffer that the collective touches.
+    at the last. Reductions in stock's layout (`Shard.as_stock`) are never split. `buffer_of`: parameter number -> the
+    buffer that the collective touches.
     """
     traits = bucket_traits(kind)
     members: dict[Together, list[ParamInfo]] = {}

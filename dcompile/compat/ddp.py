@@ -141,15 +141,6 @@ def limits_each_bucket(ddp: Any) -> bool:
     return bool(getattr(ddp, "bucket_bytes_cap_list", ()))
 
 
-def first_bucket_bytes(limits: tuple[int, ...], limits_each: bool) -> tuple[int, ...]:
-    """Bytes at which DDP closes the buckets of its first reduction: two or more, as in `bucket_bytes`.
-
-    Before DDP knows the order in which gradients are ready, it has one bucket for each dtype, unless the user has given
-    `limits` of each bucket.
-    """
-    return limits if limits_each else (sys.maxsize, sys.maxsize)
-
-
 def hold_static_graph(ddp: Any) -> bool:
     """Keep a static_graph DDP from queueing its single large reduction. Return whether it would have queued it."""
     if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:

@@ -50,14 +50,14 @@ def weaker_than_bitwise(
 def buckets_as_stock(program: Program, params: Sequence[ParamInfo], rule: BucketRule | None) -> frozenset[str]:
     """Return the buckets in which each element lies where DDP or FSDP put it.
 
-    Presence flags, which DDP sends apart, are more elements.
+    Where parameters that a rank does not use have their places in DDP's rebuilt buckets is not known.
     """
     sharded = {param.group for param in params if param.shard is not None and param.shard.as_stock}
-    ordered = rule is not None and bool(rule.order)
+    ordered, initial = rule is not None and bool(rule.order), rule is not None and rule.last_bucket_first
     return frozenset(
         bucket.name
         for bucket in program.buckets
-        if (bucket.group in sharded if bucket.carries_units else ordered and not bucket.marks)
+        if (bucket.group in sharded if bucket.carries_units else ordered and (initial or not bucket.idle))
     )
 
 

@@ -7,6 +7,7 @@ are removed, at the first compiled backward. By then all objections are known, s
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,12 +49,6 @@ def _check_unchanged(info: ParamInfo, parameter: torch.Tensor) -> None:
             "memory that was planned before. Change parameters first, then wrap the model in "
             "DistributedDataParallel (or replicate it), and compile that"
         )
-
-
-PRESENCE_APART = (
-    "numerics='bitwise' over more than two ranks, which may use different parameters: DDP sends apart who has them"
-)
-"""Reason for leaving reduction to DDP."""
 
 
 class DdpAdapter(PlainAdapter):
@@ -107,8 +102,8 @@ class DdpAdapter(PlainAdapter):
         self._bitwise = bitwise
         self._arrival: tuple[int, ...] = ()
         """If buckets have DDP's layout: parameters in the order in which eager's gradients are ready."""
-        self.rebuilt = False
-        """Whether a backward has reduced, after which DDP lays its buckets out anew."""
+        self._reductions = 0
+        """Number of reductions so far with DDP's first layout."""
         self._group: Any = None
         self._allows_unused = self._joins = self._static = False
         self._rule: tuple[tuple[int, ...], str] = (), ""
@@ -218,7 +213,9 @@ class DdpAdapter(PlainAdapter):
         if self.state == "stock":
             return None
         (first, second, *more), wire = self._rule
-        if self.as_stock and not self._arrival:  # DDP lays its buckets out anew once, after its first reduction
+        if self.as_stock and self.varies:  # then DDP's buckets stay as they were at first
+            return self.first_rule()
+        if self.as_stock and not self._arrival:  # DDP lays its buckets out anew once
             self._arrival = tuple(arrival)
         return BucketRule(first, second, tuple(more), wire, self.covers_all_params, order=self._arrival)
 
@@ -228,9 +225,26 @@ class DdpAdapter(PlainAdapter):
         return self._bitwise and self._group.size() > 2
 
     def first_rule(self) -> BucketRule:
-        """Return the rule of DDP's first reduction: one bucket of all, or by given limits, in the order of numbers."""
-        limits, wire = compat.ddp.first_bucket_bytes(self._rule[0], self._limits_each), self._rule[1]
-        return BucketRule(limits[0], limits[1], limits[2:], wire, order=tuple(sorted(self.refs)))
+        """Return the rule by which DDP lays out buckets before it knows in which order gradients are ready.
+
+        It has one bucket of each dtype if it will lay them out anew, and the user has not given a limit of each.
+        """
+        limits, wire = self._rule
+        if not (self.varies or self._limits_each):
+            limits = sys.maxsize, sys.maxsize
+        first, second, *more = limits
+        order = tuple(sorted(self.refs))
+        return BucketRule(first, second, tuple(more), wire, self.covers_all_params, order=order, last_bucket_first=True)
+
+    def takes_first_layout(self) -> bool:
+        """Return whether a reduction that begins now has DDP's first layout, and count it.
+
+        DDP learns the order of gradients from its first reduction; with a static graph, from the second one.
+        """
+        if not self.as_stock or self.varies or self._reductions > self._static:
+            return False
+        self._reductions += 1
+        return True
 
     @property
     def uneven(self) -> bool:
@@ -314,8 +328,6 @@ class DdpAdapter(PlainAdapter):
     def standing_objections(self) -> list[str]:
         """Return the objections to taking over that do not depend on what the model computes."""
         reasons = [self._missing] if self._missing else self._objections
-        if not self._missing and self.as_stock and self.uneven:
-            reasons = [*reasons, PRESENCE_APART]
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:

@@ -170,13 +170,11 @@ class DdpSync(GradientSync):
         self.model.agree_on(plan_of(layout, infos))
         return layout, self.make_buckets(layout)
 
-    def _initial_buckets(self) -> GradientBuckets:
-        """Return the buckets of DDP's first reduction, which it lays out without knowing when gradients are ready.
-
-        They are reduced after the backward, from `.grad`.
-        """
+    def _first_buckets(self, graph: GraphView) -> GradientBuckets:
+        """Return buckets in DDP's first layout, to be reduced after the backward, from `.grad`."""
         infos = self._adapter.exchanged(self._adapter.trainable())
-        layout = tuple(map(as_used, self.model.services.all_idle(infos, self._adapter.first_rule())))
+        rule, own = replace(self._adapter.first_rule(), unsure=graph.unsure), {number for _, number in graph.grads}
+        layout = tuple(used_by(bucket, own) for bucket in self.model.services.all_idle(infos, rule))
         self.model.agree_on(plan_of(layout, infos))
         return self.make_buckets(layout)
 
@@ -198,7 +196,7 @@ class DdpSync(GradientSync):
 
     def _decide(self) -> None:
         adapter, objections = self._adapter, self.model.objections()
-        if adapter.as_stock and sum(bool(graph.grads) for graph in self.model.graphs) > 1:
+        if adapter.as_stock and not adapter.varies and sum(bool(graph.grads) for graph in self.model.graphs) > 1:
             objections.append(SEVERAL_AS_STOCK)
         if not adapter.uneven:
             adapter.decide(objections)
@@ -275,10 +273,10 @@ class DdpSync(GradientSync):
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
-            initial = adapter.as_stock and not adapter.rebuilt
+            initial = adapter.takes_first_layout()
             self._synced[task] = SynchronizedBackward(after_backward=initial or bool(hooked))
             if initial:
-                adapter.rebuilt, buckets = True, self._initial_buckets()
+                buckets = self._first_buckets(graph)
             if hooked:
                 adapter.note_behind(hooked)
             compat.autograd.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
@@ -388,11 +386,18 @@ class DdpSync(GradientSync):
         return checked
 
 
-def as_used(bucket: Bucket) -> Bucket:
-    """Return a bucket in which every parameter with a place has a gradient."""
-    numbers, offsets = zip(*bucket.places, strict=True)
-    unnamed = ("",) * len(numbers)
-    return replace(bucket, params=numbers, offsets=offsets, buffers=unnamed, idle=(), idle_offsets=())
+def used_by(bucket: Bucket, numbers: Collection[int]) -> Bucket:
+    """Return a bucket to which these parameters have gradients, and the others with a place have none."""
+    used = [place for place in bucket.places if place[0] in numbers]
+    idle = [place for place in bucket.places if place[0] not in numbers]
+    return replace(
+        bucket,
+        params=tuple(number for number, _ in used),
+        offsets=tuple(offset for _, offset in used),
+        buffers=("",) * len(used),
+        idle=tuple(number for number, _ in idle),
+        idle_offsets=tuple(offset for _, offset in idle),
+    )
 
 
 def _with_gradients(result: Any) -> list[torch.Tensor]:

@@ -236,15 +236,23 @@ class DdpAdapter(PlainAdapter):
         order = tuple(sorted(self.refs))
         return BucketRule(first, second, tuple(more), wire, self.covers_all_params, order=order, last_bucket_first=True)
 
-    def takes_first_layout(self) -> bool:
-        """Return whether a reduction that begins now has DDP's first layout, and count it.
+    @property
+    def is_in_first_layout(self) -> bool:
+        """Whether the next reduction has DDP's first layout, if programs have the one that follows.
 
         DDP learns the order of gradients from its first reduction; with a static graph, from the second one.
         """
-        if not self.as_stock or self.varies or self._reductions > self._static:
-            return False
-        self._reductions += 1
-        return True
+        return self.as_stock and not self.varies and self._reductions <= int(self._static)
+
+    def begin_reduction(self) -> bool:
+        """Return whether a reduction that begins now has DDP's first layout, and count it if so."""
+        first = self.is_in_first_layout
+        self._reductions += first
+        return first
+
+    @property
+    def learns_order(self) -> bool:  # type: ignore[override]
+        return self.state == "stock" and self.as_stock and not self.varies
 
     @property
     def uneven(self) -> bool:

@@ -273,7 +273,7 @@ class DdpSync(GradientSync):
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
-            initial = adapter.takes_first_layout()
+            initial = adapter.begin_reduction()
             self._synced[task] = SynchronizedBackward(after_backward=initial or bool(hooked))
             if initial:
                 buckets = self._first_buckets(graph)
@@ -337,6 +337,8 @@ class DdpSync(GradientSync):
             return "ranks compare plans in the first backward"
         if adapter.state == "stock":
             return "DDP itself reduces gradients"
+        if adapter.is_in_first_layout:
+            return "the first reduction has another layout"
         if adapter.uneven or adapter.varies or adapter.covers_all_params or graph.unsure:
             return "ranks may use different parameters"
         own = {number for _, number in graph.grads}

@@ -63,6 +63,10 @@ class PlainAdapter:
     """Whether compiled programs synchronize parameters or gradients with other ranks."""
     compares_in_forward = False
     """Whether ranks compare a graph before its first program runs, rather than before a backward that reduces."""
+    learns_order = False
+    """Whether bits of gradients may differ from stock's since a wrapper's reducer orders its buckets as compiled graphs
+    hand gradients on. It is meant for eager's order.
+    """
     keeps_gathered = False
     """Whether parameters that eager code gathers stay gathered after the call."""
     covers_all_params = False

@@ -48,17 +48,10 @@ def weaker_than_bitwise(
 
 
 def buckets_as_stock(program: Program, params: Sequence[ParamInfo], rule: BucketRule | None) -> frozenset[str]:
-    """Return the buckets in which each element lies where DDP or FSDP put it.
-
-    Where parameters that a rank does not use have their places in DDP's rebuilt buckets is not known.
-    """
+    """Return the buckets in which each element lies where DDP or FSDP puts it."""
     sharded = {param.group for param in params if param.shard is not None and param.shard.as_stock}
-    ordered, initial = rule is not None and bool(rule.order), rule is not None and rule.last_bucket_first
-    return frozenset(
-        bucket.name
-        for bucket in program.buckets
-        if (bucket.group in sharded if bucket.carries_units else ordered and (initial or not bucket.idle))
-    )
+    ordered = rule is not None and bool(rule.order)
+    return frozenset(b.name for b in program.buckets if (b.group in sharded if b.carries_units else ordered))
 
 
 def _sums_many(step: Collective, groups: Mapping[str, GroupSize]) -> bool:

@@ -60,8 +60,6 @@ def test_sums_in_stocks_places_are_not_named():
     for rule, named in ((BucketRule(1, 1, order=(0,)), False), (BucketRule(1, 1), True)):
         as_stock = buckets_as_stock(reduced, (), rule)
         assert (RANKS in weaker_than_bitwise(reduced, Kernels(), {"ddp": GroupSize(4)}, as_stock)) == named
-    lacking = replace(reduced, buckets=(replace(bucket, idle=(1,), idle_offsets=(6,)),))
-    assert not buckets_as_stock(lacking, (), BucketRule(1, 1, order=(0,))), "where DDP has unused ones is not known"
 
 
 def test_regions_of_other_compilers_are_named():

@@ -32,6 +32,8 @@ GRADIENTS = "gradients of a model"
 """Subject of the comparison between ranks of who reduces gradients: dcompile or DDP."""
 SEVERAL_AS_STOCK = "numerics='bitwise' over more than two ranks: DDP's buckets hold gradients of several graphs"
 """Reason for leaving reduction to DDP."""
+UNUSED_AS_STOCK = "numerics='bitwise' over more than two ranks: a static graph that leaves parameters unused"
+"""The same: where DDP will have their places in its buckets is not known before its second reduction."""
 ARRIVING = 2
 """Token (`Invocation.token`) of calls whose gradients are reduced as autograd adds them to `.grad`."""
 EAGER = "a forward ran without any compiled graph"
@@ -210,6 +212,9 @@ class DdpSync(GradientSync):
         self._compared = True  # ranks may have run different graphs: if one falls back to DDP, all do
         compare_surroundings(self.model)
         objections += [] if adapter.varies else adapter.hooked()
+        used = {number for graph in self.model.graphs for _, number in graph.grads}
+        if adapter.as_stock and adapter.is_static and not used >= adapter.trainable():
+            objections.append(UNUSED_AS_STOCK)
         mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
         objection = self.model.services.any_rank_objection(adapter.group, GRADIENTS, mine)
         several = any(len(variant.graphs) > 1 for variant in self.model.variants.values())

@@ -111,6 +111,8 @@ class Shards:
     groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
     """The option `gathers`."""
+    zeros_in_place: set[str] = field(init=False, default_factory=set)
+    """Names of units reduced as zeros in stock's layout, where FSDP would have left them out."""
     shard_copies: Literal["auto", "kept", "gather"] = "auto"
     saves_memory: str = ""
     """See `ConvertedShards`."""
@@ -292,6 +294,8 @@ class Shards:
         """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
         lacking = frozenset(absent).difference(self.unreduced.real)
         process_group = group.scatter_group()
+        if group.as_stock and lacking and len(full) > 1 and process_group.size() > 2:
+            self.zeros_in_place.update(self.units[number].name for number in lacking)
         first = next(iter(full.values()))
         rule = group.reduction(first.dtype)
         for number, tensor in full.items():

@@ -252,7 +252,7 @@ class Shards:
         self.unreduced.keep(outside)
         kept = self.unreduced.whole
         ready = {number: kept.pop(number) for number in sorted(kept) if self._group_of(number).wants() != "nothing"}
-        for units in self._together(ready):
+        for units in self._in_messages(ready):
             self._reduce_rest(units, units.keys() - self.unreduced.real)
         for number, shard in self.unsure.settle():
             self._commit(number, shard)
@@ -264,14 +264,14 @@ class Shards:
 
         Every rank passes some of the same units.
         """
-        for units in self._together(full):
+        for units in self._in_messages(full):
             self._reduce_rest(units)
 
     def _reduce_rest(self, full: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
         first, packed = next(iter(full)), len(full) if len(full) > 1 else 0
         self.finish(self.scatter(self._group_of(first), full, f"the rest of {self.units[first].name}", packed, absent))
 
-    def _together(self, full: Mapping[int, torch.Tensor]) -> list[dict[int, torch.Tensor]]:
+    def _in_messages(self, full: Mapping[int, torch.Tensor]) -> list[dict[int, torch.Tensor]]:
         """Units of each reduction, in order: all of a group in stock's layout, else each by itself."""
         found: dict[Any, dict[int, torch.Tensor]] = {}
         for number, whole in sorted(full.items()):

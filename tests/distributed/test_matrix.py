@@ -2,6 +2,7 @@
 
 import pytest
 
+from dcompile.capture.adapters.ddp_sync import UNUSED_AS_STOCK
 from dcompile.explain.receipt import LEARNED_ORDER, OVER_BREAKS
 from tests.distributed.harness import Ranks
 from tests.distributed.matrix import ROWS
@@ -116,6 +117,20 @@ def test_four_ranks_have_stocks_bits_or_a_receipt_that_says_not(four, row):
         # what DDP's reducer learns from compiled graphs is not eager's order: rows with graph breaks alone
         assert weaker == ({LEARNED_ORDER} if row.adapter == "ddp" and row.graphs > 1 and not varies(row) else set())
         assert found["ranks"] == 0 and (not differs or weaker), differs
+
+
+@pytest.mark.parametrize("how", [{}, {"static_graph": True}])
+def test_parameters_are_in_the_order_in_which_eagers_gradients_are_ready(four, how):
+    for found in four.run("tests.distributed.cases:rebuilt_buckets", **how):
+        stock, own = found["logged"]
+        assert stock == own and stock.count(",") > 3 and found["grad"] == 0 and not found["receipt"].weaker
+
+
+def test_a_static_graph_with_unused_parameters_is_left_to_ddp_and_named(four):
+    how = {"name": "norm", "static_graph": True, "steps": STEPS, "options": {"numerics": "bitwise"}}
+    for found in four.run("tests.distributed.cases:against_stock", **how):
+        assert not found["receipt"].eligible and UNUSED_AS_STOCK in found["receipt"].reasons
+        assert found["receipt"].weaker["DDP's reducer"].keys() == {LEARNED_ORDER} and found["relative"] <= CLOSE
 
 
 def varies(row):

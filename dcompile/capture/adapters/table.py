@@ -52,7 +52,8 @@ class AdapterRow:
 
 def _ddp(ddp: Any, wrapped: WrappedModule) -> GradientSync:
     replicated = wrapped.module if compat.composable.is_replicate(ddp, wrapped.module) else None
-    return DdpSync(DdpAdapter(ddp, wrapped.stock, module=replicated))
+    bitwise = wrapped.config.numerics == "bitwise"
+    return DdpSync(DdpAdapter(ddp, wrapped.stock, module=replicated, bitwise=bitwise))
 
 
 def _fsdp2(states: Any, wrapped: WrappedModule) -> GradientSync:
@@ -63,7 +64,8 @@ def _fsdp2(states: Any, wrapped: WrappedModule) -> GradientSync:
 
 
 def _fsdp1(instances: Any, wrapped: WrappedModule) -> GradientSync:
-    return ShardedSync(Fsdp1Adapter(wrapped.module, instances, wrapped.stock))
+    bitwise = wrapped.config.numerics == "bitwise"
+    return ShardedSync(Fsdp1Adapter(wrapped.module, instances, wrapped.stock, bitwise=bitwise))
 
 
 ADAPTERS = (

@@ -46,6 +46,8 @@ class WrongCall:
     miss: Miss
     parameter: ParamInfo | None
     """Of a gradient that the program has averaged over ranks."""
+    gathers: bool = False
+    """Whether the program gathers parameters; `inputs` has them whole, and `request` is that of one process."""
 
 
 @dataclass(eq=False)
@@ -144,8 +146,8 @@ class CheckedProgram:
 
     def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         log, name = self._compiler.log, self._request.name
-        # a program that gathers is in the same call on all ranks, too
-        reduces = (sync or bool(self._gathered)) and buckets is not None
+        # programs that gather or scatter are in the same call on all ranks, too
+        reduces = buckets is not None and (sync or bool(self._gathered or self._scattered))
         if self.buckets is not self._run.buckets and isinstance(buckets, BucketSet):
             buckets.serve(self._run.buckets)
         if name in log.unchecked or not log.due(name, reduces):
@@ -168,7 +170,8 @@ class CheckedProgram:
         if is_wrong:
             pipeline, on_aten = self._compiler.pipeline(), partial(self._compiler.on_aten, self._gm, self._request)
             alone = self._request if watched is None else replace(self._request, gathers=(), grads=(), params=())
-            wrong = found and WrongCall(self._gm, alone, pipeline, copied(inputs), restore, *found)
+            given = copied(inputs)
+            wrong = found and WrongCall(self._gm, alone, pipeline, given, restore, *found, bool(self._gathered))
             self._run = log.missed(name, wrong, self._run, on_aten)
             # errors that the search has caught may hold results, and autograd then copies gradients, on this rank alone
             gc.collect()

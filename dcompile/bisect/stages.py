@@ -83,7 +83,11 @@ class ProgramSearch:
         """What is left where all that one process can check by itself is right."""
         call, (*_, program) = self.call, self.stages.values()
         if call.parameter is None:
-            return Place("host program", self.request.name, call.miss, call.result)
+            kind, name = ("collective", "all_gather of its parameters") if call.gathers else ("host program", "")
+            return Place(kind, name or self.request.name, call.miss, call.result)
+        if call.parameter.shard is not None:
+            notes = (f"gradient of {call.parameter.fqn}", "the program is right up to its collectives")
+            return Place("collective", "reduce_scatter of gradients", call.miss, call.result, notes=notes)
         number = call.parameter.number
         bucket = next((bucket for bucket in program.buckets if number in bucket.params), None)
         kind, name = ("collective", "") if bucket is None else (bucket.kind, bucket.name)

@@ -85,8 +85,6 @@ class GraphPrograms:
         self.state: BackwardState | None = None
         self.late: GraphBackward | None = None
         """The backward, if it can run with an update."""
-        self._arrival: tuple[int, ...] = ()
-        """Parameters with gradients, in the order in which eager's would be ready."""
         self._recorded: tuple[Any] | None = None
         """The token of a forward that runs later than its call."""
 
@@ -230,7 +228,6 @@ class GraphPrograms:
         opaque = remove_opaque_objects(gm)
         self.graph.grads = tuple((opaque.result_place(place), number) for place, number in self.graph.grads)
         position = take_sync_token(gm)
-        self._arrival = arrival_order(gm, self.graph.grads)
         given = tangents(gm)
         places = given if self.graph.facts.may_have_absent_grads else ()
         numbers = dict(self.graph.grads)
@@ -365,7 +362,7 @@ class GraphPrograms:
 
     def reduces(self) -> dict[str, Any]:
         """Return the parts of a request about buckets, if the backward's program reduces DDP's gradients."""
-        rule = self.adapter.bucket_rule(self._arrival)
+        rule = self.adapter.bucket_rule()
         if rule is None or not self._has_buckets():
             return {}
         params = self.adapter.exchanged({number for _, number in self.graph.grads})
@@ -383,18 +380,6 @@ class GraphPrograms:
         """Run a backward program. `gone`: positions of results that are None in this call."""
         buckets = state.whole_buckets if kind == WHOLE_BACKWARD and state.whole_buckets is not None else state.buckets
         return strategy.run_backward(BackwardCall(self.graph, self.graph.executables[kind], buckets, args, sync, gone))
-
-
-def arrival_order(gm: Any, grads: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return parameters in the order in which their gradients are ready. `grads`: (position of a result, number).
-
-    Eager's engine runs the same functions of autograd in the order in which it ran them while this graph was traced,
-    and hands a gradient to its parameter before it runs the next function.
-    """
-    places = {node: at for at, node in enumerate(gm.graph.nodes)}
-    results = gm.graph.output_node().args[0]
-    found = [(places[results[at]], at, number) for at, number in grads if results[at] is not None]
-    return tuple(number for _, _, number in sorted(found))
 
 
 class GraphBackward:

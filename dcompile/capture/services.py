@@ -182,9 +182,6 @@ Line = tuple[str, str]
 class ShardedParameters(Protocol):
     """Interface of one model's sharded parameters for capture/."""
 
-    zeros_in_place: set[str]
-    """Names of units reduced as zeros in stock's layout, where FSDP would have left them out."""
-
     def join(self, root: Any, current: Callable[[], Any]) -> None:
         """Let programs of other parts of an FSDP2 root start this part's gathers, and the other way round.
 

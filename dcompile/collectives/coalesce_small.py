@@ -28,9 +28,7 @@ def coalesce_small(program: Program, figures: Figures, groups: Mapping[str, Grou
         return program
     exposed = _exposed_collectives(program)
     buckets = tuple(
-        bucket
-        if bucket.packed  # all of them, as stock does it
-        else replace(
+        replace(
             bucket,
             packed=units_to_pack(bucket, figures, groups.get(bucket.group, GroupSize()).ranks, bucket.name in exposed),
         )

@@ -36,8 +36,6 @@ class Shard:
     """Dtype in which the unit is gathered where shards are cast to 8-bit floats (`ScaledCast`). The parameter is then
     computed from what arrives. If empty, it is what arrives, in its own dtype.
     """
-    as_stock: bool = False
-    """Whether gradients are reduced as FSDP lays them out: one message for all units that are `together`, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +85,6 @@ class BucketRule:
     """Parameters that a backward may lack a gradient of, since not every loss uses the results that they lead to. The
     bucket then has presence flags.
     """
-    order: tuple[int, ...] = ()
-    """Parameters in the order in which DDP's reducer has them in its buckets. Buckets then have its layout, without
-    gaps, and are filled by copies as there. If empty: the reverse of the order of numbers, and aligned gradients.
-    """
-    last_bucket_first: bool = False
-    """Whether the bucket of the last parameters is reduced first, as in DDP until it knows when gradients are ready."""
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -372,8 +364,6 @@ class ShardGroup(Protocol):
     """Units that share collectives, at run time."""
 
     name: str
-    as_stock: bool
-    """Whether reductions have FSDP's layout and the backend's own order of additions (`numerics="bitwise"`)."""
 
     def gather_group(self) -> Any:
         """The process group to gather over."""

@@ -45,7 +45,7 @@ def assign_to_buckets(params: Sequence[ParamInfo], rule: BucketRule) -> list[lis
     filling: dict[tuple[str, str, str], _OpenBucket] = {}
     opened: dict[tuple[str, str, str], int] = {}
     limits = rule.limits
-    for position, param in enumerate(_in_order(params, rule)):
+    for position, param in enumerate(sorted(params, key=lambda p: -p.number)):
         key = (param.dtype, param.device, param.group)
         if key not in filling:
             count = opened.get(key, 0)
@@ -57,30 +57,18 @@ def assign_to_buckets(params: Sequence[ParamInfo], rule: BucketRule) -> list[lis
         if bucket.nbytes >= bucket.limit:
             done.append(filling.pop(key))
     done += filling.values()
-    done.sort(key=lambda bucket: bucket.position, reverse=rule.last_bucket_first)
-    return [bucket.members for bucket in done]
-
-
-def _in_order(params: Sequence[ParamInfo], rule: BucketRule) -> list[ParamInfo]:
-    """Parameters as `BucketRule.order` has them, and then the others, the last one first."""
-    place = {number: at for at, number in enumerate(rule.order)}
-    return sorted(params, key=lambda p: (place.get(p.number, len(place)), -p.number))
+    return [bucket.members for bucket in sorted(done, key=lambda b: b.position)]
 
 
 def lay_out(
-    members: Sequence[ParamInfo],
-    name: str,
-    buffers: Sequence[str | None],
-    wire: str = "",
-    marks: bool = False,
-    aligned: bool = True,
+    members: Sequence[ParamInfo], name: str, buffers: Sequence[str | None], wire: str = "", marks: bool = False
 ) -> Bucket:
-    """Lay out a bucket: gradients, one after the other. Parameters without a buffer (None) are idle.
+    """Lay out a bucket: aligned gradients, one after the other. Parameters without a buffer (None) are idle.
 
-    `marks`: append presence flags, one for each parameter. `aligned`: leave gaps, so that each begins at a cache line.
+    `marks`: append presence flags, one for each parameter.
     """
     first = members[0]
-    step = ALIGN_BYTES // ITEMSIZE[first.dtype] if aligned else 1
+    step = ALIGN_BYTES // ITEMSIZE[first.dtype]
     known: list[tuple[int, str, int]] = []
     idle: list[tuple[int, int]] = []
     end = 0
@@ -103,7 +91,6 @@ def lay_out(
         idle=tuple(number for number, _ in idle),
         idle_offsets=tuple(offset for _, offset in idle),
         marks=len(members) * marks,
-        marks_apart=marks and not aligned,
     )
 
 
@@ -137,7 +124,7 @@ def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: Bu
     it is the same on every rank. A gradient's bucket memory has one writer and no reader.
     Relies on: every buffer has one writer; no storage is planned yet.
     """
-    gradients = _gradients(program, {param.number: param for param in params}, copy=bool(rule.order))
+    gradients = _gradients(program, {param.number: param for param in params})
     if not gradients:
         return program
     program, updates = cut_updates(program)
@@ -165,9 +152,7 @@ def lay_out_all(
     for number, members in enumerate(assign_to_buckets(params, rule)):
         marks = rule.covers_all_params or any(param.number in rule.unsure for param in members)
         known = [buffers.get(param.number) for param in members]
-        buckets.append(
-            lay_out(members, f"{bucket_traits(KIND).bucket_prefix}{number}", known, rule.wire, marks, not rule.order)
-        )
+        buckets.append(lay_out(members, f"{bucket_traits(KIND).bucket_prefix}{number}", known, rule.wire, marks))
     late = behind_the_last(buckets, {param.number: param for param in params}, rule)
     return [*(bucket for bucket in buckets if bucket not in late), *late], late
 
@@ -231,17 +216,14 @@ def products_last(program: Program, buckets: Sequence[Collection[str]]) -> Progr
     return replace(program, steps=(*kept, *moved))
 
 
-def _gradients(program: Program, params: Mapping[int, ParamInfo], copy: bool) -> list[_BucketGradient]:
-    """Gradients that exist (an unused parameter has none), each with its buffer in the bucket.
-
-    `copy`: write none of them in place. Without gaps, they are not aligned, and a library chooses its kernel by that.
-    """
+def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_BucketGradient]:
+    """Gradients that exist (an unused parameter has none), each with its buffer in the bucket."""
     found = []
     for position, number in program.grads:
         view = program.outputs[position]
         if number not in params or not isinstance(view, View):
             continue
-        copied = copy or not can_place(program, position)
+        copied = not can_place(program, position)
         buffer = f"grad{number}_in_bucket" if copied else view.buffer
         found.append(_BucketGradient(position, params[number], view, buffer, copied))
     return found

@@ -87,8 +87,7 @@ def unit_buckets(
     """(place, bucket) of the units of these parameters, in the order of places: one per group unless it is split.
 
     `places`: the step at which each unit is needed or ready. A gather is placed at the first of its units, a reduction
-    at the last. Reductions in stock's layout (`Shard.as_stock`) are never split. `buffer_of`: parameter number -> the
-    buffer that the collective touches.
+    at the last. `buffer_of`: parameter number -> the buffer that the collective touches.
     """
     traits = bucket_traits(kind)
     members: dict[Together, list[ParamInfo]] = {}
@@ -100,11 +99,7 @@ def unit_buckets(
     of_group = {key: by_unit(group) for key, group in members.items()}
     spread = {key: {unit: places[unit] for unit in units} for key, units in of_group.items()}
     found: list[tuple[int, Together, Bucket]] = []
-    whole = (
-        {} if traits.gathers else {key: spread[key] for key, group in members.items() if shard_of(group[0]).as_stock}
-    )
-    parts = cut_apart({key: units for key, units in spread.items() if key not in whole}, nbytes)
-    for key, part in (*parts, *((key, sorted(units)) for key, units in whole.items())):
+    for key, part in cut_apart(spread, nbytes):
         at = (min if traits.gathers else max)(places[unit] for unit in part)
         found.append((at, key, _bucket(kind, {unit: of_group[key][unit] for unit in part}, buffer_of, key[1])))
     # at one place: gathers in the order of groups, and reductions in the opposite one, as fusion relies on
@@ -127,7 +122,7 @@ def _bucket(
     dtype: str,
 ) -> Bucket:
     """Bucket of these units, without a name yet."""
-    first, gathers = next(iter(units.values()))[0], bucket_traits(kind).gathers
+    first = next(iter(units.values()))[0]
     sizes = [shard_of(members[0]).numel for members in units.values()]
     starts = [0, *accumulate(sizes)]
     in_order = [param for members in units.values() for param in members]
@@ -148,8 +143,7 @@ def _bucket(
         units=tuple(units),
         holders=tuple(holder_of_unit(kind, unit) for unit in units),
         sizes=tuple(sizes),
-        gaps=() if gathers else tuple(_gaps(list(units.values()))),
-        packed=tuple(range(len(units))) if shard_of(first).as_stock and not gathers else (),
+        gaps=tuple(_gaps(list(units.values()))) if not bucket_traits(kind).gathers else (),
     )
 
 

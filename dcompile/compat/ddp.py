@@ -136,11 +136,6 @@ def bucket_bytes(ddp: Any) -> tuple[int, ...]:
     return (int(_DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
 
 
-def limits_each_bucket(ddp: Any) -> bool:
-    """Whether the user has given a limit for each bucket (`bucket_cap_mb_list`, from torch 2.13 on)."""
-    return bool(getattr(ddp, "bucket_bytes_cap_list", ()))
-
-
 def hold_static_graph(ddp: Any) -> bool:
     """Keep a static_graph DDP from queueing its single large reduction. Return whether it would have queued it."""
     if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:

@@ -29,7 +29,7 @@ from dcompile.compat import process_state
 from dcompile.compat.size_expressions import traced_sizes
 from dcompile.compiler.autotune import Tuner
 from dcompile.compiler.compute_regions import RegionCompiler, RegionResult
-from dcompile.compiler.numerics import buckets_as_stock, weaker_than_bitwise
+from dcompile.compiler.numerics import weaker_than_bitwise
 from dcompile.config import Config
 from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.diagram import dot, render
@@ -413,9 +413,7 @@ def _report(program: Program, kernels: Kernels, request: Request) -> ProgramRepo
             name = called_name(step.args) if step.op == CALL else step.op
             fallbacks[name] = fallbacks.get(name, 0) + 1
     return ProgramReport(
-        weaker=weaker_than_bitwise(
-            program, kernels, dict(request.groups), buckets_as_stock(program, request.params, request.rule)
-        ),
+        weaker=weaker_than_bitwise(program, kernels, dict(request.groups)),
         kernels=len(kernels.sources),
         kernel_calls=len(loops) + len(kernels.products),
         library_calls=sum(not step.fallback for step in externs) - len(kernels.products) - regions,

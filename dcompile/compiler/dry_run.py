@@ -58,7 +58,6 @@ class LocalShards:
         self._later: frozenset[int] = frozenset()
         self._accumulates = False
         self.wanted: dict[int, Any] = {}
-        self.zeros_in_place: set[str] = set()
 
     def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), *of_units: Any) -> Any:
         """Return the receiver of a program's gradients."""

@@ -5,10 +5,9 @@ The receipt names it for each program, under the tier that option `numerics` pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 from dcompile.codegen.emit.target import Kernels
-from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.ir.nodes import REGION, Apply, Collective, Extern, Loop, Program, Reduce, Scan
 from dcompile.ir.ops import DTYPES, OPS
 from dcompile.machine_model import GroupSize
@@ -23,12 +22,10 @@ _ORDERED = frozenset(("sum", "prod", "sum_exp", "logsumexp"))
 """Reductions and scans whose result depends on the order."""
 
 
-def weaker_than_bitwise(
-    program: Program, kernels: Kernels, groups: Mapping[str, GroupSize], as_stock: Collection[str] = ()
-) -> dict[str, list[str]]:
+def weaker_than_bitwise(program: Program, kernels: Kernels, groups: Mapping[str, GroupSize]) -> dict[str, list[str]]:
     """Return how results may differ from stock's in their bits -> names of kernels, functions, library calls, groups.
 
-    `groups`: size of each process group that collectives of dcompile's name. `as_stock`: buckets with stock's layout.
+    `groups`: size of each process group that collectives of dcompile's name.
     """
     loops = [step for step in program.steps if isinstance(step, Loop)]
     replaced = [step for at, step in enumerate(program.steps) if at in kernels.products and isinstance(step, Extern)]
@@ -36,22 +33,11 @@ def weaker_than_bitwise(
         SUMS: [loop.name for loop in loops if _has_sum(loop)],
         MATMULS: [call.op for call in replaced] + [loop.name for loop in loops if loop.product is not None],
         OTHERS: [step.op for step in program.steps if isinstance(step, Extern) and step.op == REGION],
-        RANKS: [
-            step.group
-            for step in program.steps
-            if isinstance(step, Collective) and step.bucket not in as_stock and _sums_many(step, groups)
-        ]
+        RANKS: [step.group for step in program.steps if isinstance(step, Collective) and _sums_many(step, groups)]
         + [*kernels.all_reduces],
         FUNCTIONS: [name for loop in loops for name in _functions(loop)],
     }
     return {how: sorted(set(names)) for how, names in found.items() if names}
-
-
-def buckets_as_stock(program: Program, params: Sequence[ParamInfo], rule: BucketRule | None) -> frozenset[str]:
-    """Return the buckets in which each element lies where DDP or FSDP puts it."""
-    sharded = {param.group for param in params if param.shard is not None and param.shard.as_stock}
-    ordered = rule is not None and bool(rule.order)
-    return frozenset(b.name for b in program.buckets if (b.group in sharded if b.carries_units else ordered))
 
 
 def _sums_many(step: Collective, groups: Mapping[str, GroupSize]) -> bool:

@@ -26,8 +26,6 @@ from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.diagram import bytes_text, count_text
 from dcompile.passes import GAIN
 
-ZEROS_IN_PLACE = "sums over more than two ranks, beside zeros of parameters that FSDP leaves out"
-LEARNED_ORDER = "sums over more than two ranks, in buckets that DDP orders as compiled graphs hand gradients on"
 OVER_BREAKS = "gradients of one tensor from several graphs, added in another order"
 EAGER_CALLS = "call of the model, run eagerly"
 
@@ -360,10 +358,6 @@ def _weaker(model: CompiledModel, variant: Variant) -> dict[str, dict[str, list[
     found = {name: report.weaker for name, report in _named_reports(model, variant).items() if report.weaker}
     if variant.training and len(variant.graphs) > 1:
         found["graph breaks"] = {OVER_BREAKS: [f"graph{number}" for number in variant.graphs]}
-    if model.shards is not None and (zeros := model.shards.zeros_in_place):
-        found["reductions"] = {ZEROS_IN_PLACE: sorted(zeros)}
-    if variant.training and model.adapter.learns_order:
-        found["DDP's reducer"] = {LEARNED_ORDER: [f"graph{number}" for number in variant.graphs]}
     return found
 
 

@@ -153,8 +153,6 @@ class Bucket:
     """Number of presence flags at the end, one for each parameter in the order of places: whether a rank has its
     gradient. 0 where every rank has the same gradients.
     """
-    marks_apart: bool = False
-    """Whether these flags are reduced apart from the gradients, as DDP does: they would move a ring's chunks."""
 
     @property
     def traits(self) -> BucketTraits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ class MadeUpAdapter(PlainAdapter):
     def exchanged(self, used: Any) -> tuple[ParamInfo, ...]:
         return tuple(self.infos[number] for number in sorted(used))
 
-    def bucket_rule(self, arrival: Sequence[int] = ()) -> BucketRule | None:
+    def bucket_rule(self) -> BucketRule | None:
         return self.rule
 
     def has_moved(self) -> bool:

@@ -22,7 +22,6 @@ from dcompile.collectives.ddp_all_reduce import (
     fold_average,
     insert_all_reduces,
     lay_out,
-    lay_out_all,
 )
 from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import contiguous_strides, var
@@ -85,23 +84,6 @@ def test_layout_is_aligned_and_free_of_overlap(dtype):
     assert all(offset * ITEMSIZE[dtype] % ALIGN_BYTES == 0 for offset in bucket.offsets)
     assert all(end <= start for end, start in zip(ends, (*bucket.offsets[1:], bucket.numel), strict=True))
     assert bucket.params == (0, 1, 2, 3) and bucket.buffers == ("w", "x", "y", "z")
-
-
-@pytest.mark.parametrize("last_bucket_first", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_in_a_given_order_boundaries_and_places_are_torchs(seed, last_bucket_first):
-    rng = random.Random(seed)
-    infos = params([(rng.randint(1, 40), rng.randint(1, 40)) for _ in range(20)])
-    order = tuple(rng.sample(range(20), 20))
-    rule = BucketRule(1000, 4000, (), order=order, last_bucket_first=last_bucket_first)
-    tensors = [torch.empty(infos[number].shape) for number in order]
-    expected, _ = dist._compute_bucket_assignment_by_size(tensors, list(rule.limits), [])
-    expected = [[order[at] for at in bucket] for bucket in (expected[::-1] if last_bucket_first else expected)]
-    buckets, late = lay_out_all(infos, rule, {info.number: f"g{info.number}" for info in infos})
-    assert not late and [list(bucket.params) for bucket in buckets] == expected
-    for bucket in buckets:
-        sizes = [infos[number].shape[0] * infos[number].shape[1] for number in bucket.params]
-        assert list(bucket.offsets) == [sum(sizes[:at]) for at in range(len(sizes))] and bucket.numel == sum(sizes)
 
 
 EACH = BucketRule(1, 1)
@@ -183,15 +165,6 @@ def test_gradients_are_written_where_the_bucket_keeps_them():
     assert (table["g1"].storage, table["g1"].offset) == ("bucket:bucket0", 0)
     assert (table["g0"].storage, table["g0"].offset) == ("bucket:bucket0", 64)
     assert result.outputs == (view("g0"), view("g1"))
-
-
-def test_in_a_given_order_gradients_are_copied_to_places_that_are_not_aligned():
-    result = insert_all_reduces(chain(2), (param(0), param(1)), replace(ONE, order=(0, 1), unsure=(1,)))
-    copied = [step for step in result.steps if isinstance(step, Extern)]
-    assert [step.outs for step in copied] == [("grad1_in_bucket", "grad0_in_bucket")]
-    assert [result.table[f"grad{number}_in_bucket"].offset for number in (0, 1)] == [0, 16]
-    assert result.buckets[0].marks_apart, "flags behind the gradients would move a ring's chunks"
-    verify(result)
 
 
 def test_a_later_bucket_never_starts_first():

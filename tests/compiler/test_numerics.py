@@ -10,9 +10,7 @@ from torch import nn
 
 import dcompile
 from dcompile.codegen.emit.target import Kernels
-from dcompile.collectives.contract import BucketRule
-from dcompile.compiler.numerics import FUNCTIONS, OTHERS, RANKS, SUMS, buckets_as_stock, weaker_than_bitwise
-from dcompile.ir.buffers import Bucket
+from dcompile.compiler.numerics import FUNCTIONS, OTHERS, RANKS, SUMS, weaker_than_bitwise
 from dcompile.ir.nodes import REGION, Collective, Extern
 from dcompile.ir.parse import parse
 from dcompile.machine_model import GroupSize
@@ -49,17 +47,6 @@ def test_sums_over_more_than_two_ranks_are_named(size, named):
     program = parse(PROGRAM)
     reduced = replace(program, steps=(*program.steps, Collective("all_reduce", "bucket0", "ddp", ("s",))))
     assert weaker_than_bitwise(reduced, Kernels(), {"ddp": size}).get(RANKS, []) == ["ddp"] * named
-
-
-def test_sums_in_stocks_places_are_not_named():
-    program = parse(PROGRAM)
-    bucket = Bucket("bucket0", "float32", "cpu", "ddp", (0,), ("s",), (0,), 6)
-    reduced = replace(
-        program, buckets=(bucket,), steps=(*program.steps, Collective("all_reduce", "bucket0", "ddp", ("s",)))
-    )
-    for rule, named in ((BucketRule(1, 1, order=(0,)), False), (BucketRule(1, 1), True)):
-        as_stock = buckets_as_stock(reduced, (), rule)
-        assert (RANKS in weaker_than_bitwise(reduced, Kernels(), {"ddp": GroupSize(4)}, as_stock)) == named
 
 
 def test_regions_of_other_compilers_are_named():

@@ -45,7 +45,6 @@ MAKE = {
     "layer_norm": lambda: torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)),
     "mlp_bf16": lambda: models.Mlp().bfloat16(),
     "lora": models.Lora,
-    "many": models.ManyKinds,
     "deep": models.deep_decoder,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
@@ -237,21 +236,6 @@ def same_as_stock(steps: Callable[[Any, Any], None], **how: Any) -> dict[str, An
 
 def backward(call: Any, step: int = 0) -> None:
     loss_of(call(inputs(step))).backward()
-
-
-def rebuilt_buckets(**ddp: Any) -> dict[str, Any]:
-    """What stock DDP and dcompile log of buckets that are laid out anew: parameters of each, in their order."""
-    logged: list[str] = []
-
-    def steps(call: Any, wrapped: Any) -> None:
-        for step in range(4):
-            backward(call, step)
-        data = wrapped._get_ddp_logging_data()
-        data = data if isinstance(data, dict) else data.strs_map
-        logged.append(data["rebuilt_per_bucket_param_indices"])
-
-    found = same_as_stock(steps, name="many", options={"numerics": "bitwise"}, bucket_cap_mb=0.001, **ddp)
-    return found | {"logged": logged}
 
 
 def comm_hook() -> dict[str, Any]:

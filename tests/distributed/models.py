@@ -286,30 +286,6 @@ def deep_decoder() -> Decoder:
     return model
 
 
-class ManyKinds(nn.Module):
-    """Parameters of many kinds: some get gradients of one function of autograd, some after more than one use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Embedding(12, 16), nn.Parameter(torch.randn(12, 16))
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.scale, self.shift = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
-        self.conv, self.norm = nn.Conv1d(16, 8, 3, padding=1), nn.BatchNorm1d(8)
-        self.gate, self.up = nn.Linear(16, 8), nn.Linear(16, 8, bias=False)
-        self.shared, self.slope, self.groups = nn.Linear(8, 8), nn.PReLU(8), nn.GroupNorm(2, 8)
-        self.both, self.last = nn.Bilinear(8, 8, 5), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x[..., None] * (self.embed(torch.arange(12, device=x.device)) + self.places)
-        x = x + self.attention(self.first(x), self.first(x), self.first(x), need_weights=False)[0]
-        x = self.second(x) * self.scale + self.shift
-        beside = self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2)
-        x = nn.functional.silu(self.gate(x)) * self.up(x) + beside
-        x = self.shared(torch.tanh(self.shared(x))).transpose(1, 2)
-        return self.last(self.both(self.groups(self.slope(x)).transpose(1, 2), beside))
-
-
 class NormUnused(nn.Module):
     """BatchNorm buffers, and parameters that no loss reaches."""
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-from dcompile.capture.adapters.ddp_sync import UNUSED_AS_STOCK
-from dcompile.explain.receipt import LEARNED_ORDER, OVER_BREAKS
 from tests.distributed.harness import Ranks
 from tests.distributed.matrix import ROWS
 
@@ -93,48 +91,6 @@ def test_two_ranks_have_stocks_bits(pair, row):
         assert all(found[what] == 0 for what in ("param", "buffer", "after loading", "loss", "grad", "ranks"))
         several = row.graphs > 1
         assert found["receipt"].numerics == "bitwise" and found["receipt"].eligible == (not several and not row.reasons)
-
-
-BITWISE_ON_FOUR = [
-    row for row in ROWS
-    if row.name in (
-        "DDP: mlp, no_sync", "DDP: mlp, static graph", "DDP: mlp, bf16 hook, no_sync, two buckets",
-        "DDP: BatchNorm, unused parameters", "DDP: weights tied over a graph break",
-        "FSDP1: mlp, SHARD_GRAD_OP, no_sync", "FSDP2: uneven, parts saved",
-        "FSDP2: mlp, replicas, no_sync, parts saved", "FSDP2 by blocks: plain, no_sync",
-    )
-]  # fmt: skip
-"""One of each way in which buckets are laid out: initial, rebuilt, with flags; flat, padded, packed, with replicas."""
-
-
-@pytest.mark.parametrize("row", rows(BITWISE_ON_FOUR))
-def test_four_ranks_have_stocks_bits_or_a_receipt_that_says_not(four, row):
-    if row.missing:
-        pytest.skip(f"this torch's DDP has no {row.needs}")
-    for found in four.run(row.case, 240, **row.how, steps=STEPS, options={"numerics": "bitwise"}):
-        weaker = {how for program in found["receipt"].weaker.values() for how in program} - {OVER_BREAKS}
-        differs = [what for what in ("param", "buffer", "after loading", "loss", "grad") if found[what] != 0]
-        # what DDP's reducer learns from compiled graphs is not eager's order: rows with graph breaks alone
-        assert weaker == ({LEARNED_ORDER} if row.adapter == "ddp" and row.graphs > 1 and not varies(row) else set())
-        assert found["ranks"] == 0 and (not differs or weaker), differs
-
-
-@pytest.mark.parametrize("how", [{}, {"static_graph": True}])
-def test_parameters_are_in_the_order_in_which_eagers_gradients_are_ready(four, how):
-    for found in four.run("tests.distributed.cases:rebuilt_buckets", **how):
-        stock, own = found["logged"]
-        assert stock == own and stock.count(",") > 3 and found["grad"] == 0 and not found["receipt"].weaker
-
-
-def test_a_static_graph_with_unused_parameters_is_left_to_ddp_and_named(four):
-    how = {"name": "norm", "static_graph": True, "steps": STEPS, "options": {"numerics": "bitwise"}}
-    for found in four.run("tests.distributed.cases:against_stock", **how):
-        assert not found["receipt"].eligible and UNUSED_AS_STOCK in found["receipt"].reasons
-        assert found["receipt"].weaker["DDP's reducer"].keys() == {LEARNED_ORDER} and found["relative"] <= CLOSE
-
-
-def varies(row):
-    return bool(row.how.get("find_unused_parameters"))
 
 
 # of FSDP1 and FSDP2, a usual run has small models with our kernels on four ranks

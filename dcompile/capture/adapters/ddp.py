@@ -7,9 +7,8 @@ are removed, at the first compiled backward. By then all objections are known, s
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -63,11 +62,8 @@ class DdpAdapter(PlainAdapter):
     carries_sync = True
     synchronizes = True
 
-    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None, bitwise: bool = False) -> None:
-        """Start undecided. `module`: the module whose gradients DDP reduces, if it wraps another one (`replicate`).
-
-        `bitwise`: whether gradients must have stock's bits. Over more than two ranks, buckets then have DDP's layout.
-        """
+    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
+        """Start undecided. `module`: the module whose gradients DDP reduces, if it wraps another one (`replicate`)."""
         self._ddp = weakref.ref(ddp)
         kept: Any = ddp.module if module is None else module
         self._module: Callable[[], Any] = weakref.ref(kept)
@@ -99,16 +95,10 @@ class DdpAdapter(PlainAdapter):
             ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
             for number, (name, p) in enumerate(parameters)
         )
-        self._bitwise = bitwise
-        self._arrival: tuple[int, ...] = ()
-        """If buckets have DDP's layout: parameters in the order in which eager's gradients are ready."""
-        self._reductions = 0
-        """Number of reductions so far with DDP's first layout."""
         self._group: Any = None
         self._allows_unused = self._joins = self._static = False
         self._rule: tuple[tuple[int, ...], str] = (), ""
         """Bucket sizes in bytes, and the dtype that gradients are cast to for all-reduces."""
-        self._limits_each = False
         self._objections: list[str] = []
         self._read_settings(ddp)
         self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
@@ -147,7 +137,6 @@ class DdpAdapter(PlainAdapter):
         if self.state == "undecided":
             self._objections = compat.ddp.objections(ddp, self._module())
             self._rule = compat.ddp.bucket_bytes(ddp), compat.ddp.wire(ddp) or ""
-            self._limits_each = compat.ddp.limits_each_bucket(ddp)
 
     @property
     def ddp(self) -> Any:
@@ -209,50 +198,11 @@ class DdpAdapter(PlainAdapter):
     def communicators(self) -> dict[str, Any]:
         return {"ddp": self.group}
 
-    def bucket_rule(self, arrival: Sequence[int] = ()) -> BucketRule | None:
+    def bucket_rule(self) -> BucketRule | None:
         if self.state == "stock":
             return None
         (first, second, *more), wire = self._rule
-        if self.as_stock and self.varies:  # then DDP's buckets stay as they were at first
-            return self.first_rule()
-        if self.as_stock and not self._arrival:  # DDP lays its buckets out anew once
-            self._arrival = tuple(arrival)
-        return BucketRule(first, second, tuple(more), wire, self.covers_all_params, order=self._arrival)
-
-    @property
-    def as_stock(self) -> bool:
-        """Whether buckets have DDP's layout: on two ranks, a sum has no order that could follow from it."""
-        return self._bitwise and self._group.size() > 2
-
-    def first_rule(self) -> BucketRule:
-        """Return the rule by which DDP lays out buckets before it knows in which order gradients are ready.
-
-        It has one bucket of each dtype if it will lay them out anew, and the user has not given a limit of each.
-        """
-        limits, wire = self._rule
-        if not (self.varies or self._limits_each):
-            limits = sys.maxsize, sys.maxsize
-        first, second, *more = limits
-        order = tuple(sorted(self.refs))
-        return BucketRule(first, second, tuple(more), wire, self.covers_all_params, order=order, last_bucket_first=True)
-
-    @property
-    def is_in_first_layout(self) -> bool:
-        """Whether the next reduction has DDP's first layout, if programs have the one that follows.
-
-        DDP learns the order of gradients from its first reduction; with a static graph, from the second one.
-        """
-        return self.as_stock and not self.varies and self._reductions <= int(self._static)
-
-    def begin_reduction(self) -> bool:
-        """Return whether a reduction that begins now has DDP's first layout, and count it if so."""
-        first = self.is_in_first_layout
-        self._reductions += first
-        return first
-
-    @property
-    def learns_order(self) -> bool:  # type: ignore[override]
-        return self.state == "stock" and self.as_stock and not self.varies
+        return BucketRule(first, second, tuple(more), wire, self.covers_all_params)
 
     @property
     def uneven(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,10 +30,6 @@ from dcompile.ir.buffers import Bucket
 
 GRADIENTS = "gradients of a model"
 """Subject of the comparison between ranks of who reduces gradients: dcompile or DDP."""
-SEVERAL_AS_STOCK = "numerics='bitwise' over more than two ranks: DDP's buckets hold gradients of several graphs"
-"""Reason for leaving reduction to DDP."""
-UNUSED_AS_STOCK = "numerics='bitwise' over more than two ranks: a static graph that leaves parameters unused"
-"""The same: where DDP will have their places in its buckets is not known before its second reduction."""
 ARRIVING = 2
 """Token (`Invocation.token`) of calls whose gradients are reduced as autograd adds them to `.grad`."""
 EAGER = "a forward ran without any compiled graph"
@@ -172,14 +168,6 @@ class DdpSync(GradientSync):
         self.model.agree_on(plan_of(layout, infos))
         return layout, self.make_buckets(layout)
 
-    def _first_buckets(self, graph: GraphView) -> GradientBuckets:
-        """Return buckets in DDP's first layout, to be reduced after the backward, from `.grad`."""
-        infos = self._adapter.exchanged(self._adapter.trainable())
-        rule, own = replace(self._adapter.first_rule(), unsure=graph.unsure), {number for _, number in graph.grads}
-        layout = tuple(used_by(bucket, own) for bucket in self.model.services.all_idle(infos, rule))
-        self.model.agree_on(plan_of(layout, infos))
-        return self.make_buckets(layout)
-
     # --- backward ---
 
     def before_backward(self, graph: GraphView, sync: bool) -> bool:
@@ -198,8 +186,6 @@ class DdpSync(GradientSync):
 
     def _decide(self) -> None:
         adapter, objections = self._adapter, self.model.objections()
-        if adapter.as_stock and not adapter.varies and sum(bool(graph.grads) for graph in self.model.graphs) > 1:
-            objections.append(SEVERAL_AS_STOCK)
         if not adapter.uneven:
             adapter.decide(objections)
             # other parameters stay watched: their gradients come from outside the module, and are reduced on their own
@@ -212,9 +198,6 @@ class DdpSync(GradientSync):
         self._compared = True  # ranks may have run different graphs: if one falls back to DDP, all do
         compare_surroundings(self.model)
         objections += [] if adapter.varies else adapter.hooked()
-        used = {number for graph in self.model.graphs for _, number in graph.grads}
-        if adapter.as_stock and adapter.is_static and not used >= adapter.trainable():
-            objections.append(UNUSED_AS_STOCK)
         mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
         objection = self.model.services.any_rank_objection(adapter.group, GRADIENTS, mine)
         several = any(len(variant.graphs) > 1 for variant in self.model.variants.values())
@@ -278,10 +261,7 @@ class DdpSync(GradientSync):
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
-            initial = adapter.begin_reduction()
-            self._synced[task] = SynchronizedBackward(after_backward=initial or bool(hooked))
-            if initial:
-                buckets = self._first_buckets(graph)
+            self._synced[task] = SynchronizedBackward(after_backward=bool(hooked))
             if hooked:
                 adapter.note_behind(hooked)
             compat.autograd.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
@@ -342,8 +322,6 @@ class DdpSync(GradientSync):
             return "ranks compare plans in the first backward"
         if adapter.state == "stock":
             return "DDP itself reduces gradients"
-        if adapter.is_in_first_layout:
-            return "the first reduction has another layout"
         if adapter.uneven or adapter.varies or adapter.covers_all_params or graph.unsure:
             return "ranks may use different parameters"
         own = {number for _, number in graph.grads}
@@ -391,20 +369,6 @@ class DdpSync(GradientSync):
             return compiled(*args)
 
         return checked
-
-
-def used_by(bucket: Bucket, numbers: Collection[int]) -> Bucket:
-    """Return a bucket to which these parameters have gradients, and the others with a place have none."""
-    used = [place for place in bucket.places if place[0] in numbers]
-    idle = [place for place in bucket.places if place[0] not in numbers]
-    return replace(
-        bucket,
-        params=tuple(number for number, _ in used),
-        offsets=tuple(offset for _, offset in used),
-        buffers=("",) * len(used),
-        idle=tuple(number for number, _ in idle),
-        idle_offsets=tuple(offset for _, offset in idle),
-    )
 
 
 def _with_gradients(result: Any) -> list[torch.Tensor]:

@@ -27,8 +27,7 @@ from dcompile.errors import DcompileError
 class FlatParameter:
     """A flat parameter: a unit, and the only one of its group; see `collectives.contract`."""
 
-    def __init__(self, instance: Any, number: int, as_stock: bool) -> None:
-        self.as_stock = as_stock
+    def __init__(self, instance: Any, number: int) -> None:
         self._instance = weakref.ref(instance)
         self.group = f"fsdp{number}"
         self.name = " ".join(compat.fsdp1.names(self.handle))
@@ -125,10 +124,8 @@ class Fsdp1Adapter(ShardedAdapter):
     breaks_at_hooks = True
     keeps_gathered = True
 
-    def __init__(self, root: Any, instances: list[Any], stock: bool, bitwise: bool = False) -> None:
-        """Take over, unless there are objections. `bitwise`: whether sums over ranks must have stock's bits."""
+    def __init__(self, root: Any, instances: list[Any], stock: bool) -> None:
         super().__init__()
-        self._bitwise = bitwise
         self._root, self._instances = weakref.ref(root), [weakref.ref(instance) for instance in instances]
         missing = compat.fsdp1.missing_names(instances)
         if missing:
@@ -169,7 +166,7 @@ class Fsdp1Adapter(ShardedAdapter):
             instance.__dict__[self._kept_as] = _forward(instance, cast=instance is not self._root())
             if compat.fsdp1.handle_of(instance) is None:
                 continue
-            flat = FlatParameter(instance, len(self.groups), self._bitwise)
+            flat = FlatParameter(instance, len(self.groups))
             self.units[len(self.units)] = flat
             infos += self._parameters(flat, len(self.groups), len(infos))
             self.groups[flat.group] = flat
@@ -193,7 +190,7 @@ class Fsdp1Adapter(ShardedAdapter):
             virtual.untyped_storage().resize_(0)  # of a fake tensor it is another storage
             where_shown = [(weakref.ref(module), name) for module, name in places[index]]
             self._originals.append(OriginalParameter(virtual, weakref.ref(original), where_shown))
-            shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True, as_stock=flat.as_stock)
+            shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)
             size, where = tuple(shape), device.type
             yield ParamInfo(first + index, fqn, size, _name(dtype), where, "sharded", flat.group, shard)
 

@@ -90,9 +90,9 @@ def _scaled_cast(param: Any, reference: Callable[[], Any]) -> ScaledCast | None:
 class FsdpParameterGroup:
     """The parameters of one `fully_shard` call; see `collectives.contract.ShardGroup`."""
 
-    def __init__(self, group: Any, name: str, parts: bool, as_stock: bool) -> None:
+    def __init__(self, group: Any, name: str, parts: bool) -> None:
         self._group = weakref.ref(group)
-        self.name, self.as_stock = name, as_stock
+        self.name = name
         self._parts = parts
         self.alone = None if compat.fsdp2.is_sharded(group.mesh_info) else UnshardedGroup()
         """Stand-in for the process group of shards if every rank has all parameters, else None."""
@@ -178,8 +178,7 @@ class Fsdp2Adapter(ShardedAdapter):
     def __init__(self, states: list[Any], stock: bool, parts: bool = True, bitwise: bool = False) -> None:
         """Take over, unless there are objections.
 
-        `bitwise`: whether gradients must have stock's bits. Reductions then have FSDP's layout, and parts of a sum from
-        several graphs are not added.
+        `bitwise`: whether gradients must have stock's bits, which parts of a sum from several graphs would not.
         `parts`: whether forwards may reshard to fewer ranks (reshard_after_forward=N), and may be captured in several
         graphs. It is False with CUDA graphs.
         """
@@ -215,7 +214,7 @@ class Fsdp2Adapter(ShardedAdapter):
         infos = []
         for state in map(present, self._states):
             for group in compat.fsdp2.groups_of(state):
-                entry = FsdpParameterGroup(group, f"fsdp{len(self._groups)}", self._parts, self._bitwise)
+                entry = FsdpParameterGroup(group, f"fsdp{len(self._groups)}", self._parts)
                 for param in group.fsdp_params:
                     unit = ShardedParameterUnit(param, len(self._units), entry.name)
                     infos.append(self._info(unit, entry, len(self._units), len(self._groups)))
@@ -247,7 +246,6 @@ class Fsdp2Adapter(ShardedAdapter):
             reduce_dtype=_name(compat.fsdp2.reduce_dtype(unit.param)),
             reshard=bool(compat.fsdp2.reshards(group)),
             sent_dtype="" if unit.cast is None else _name(unit.cast.dtype),
-            as_stock=entry.as_stock,
         )
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
@@ -63,10 +63,6 @@ class PlainAdapter:
     """Whether compiled programs synchronize parameters or gradients with other ranks."""
     compares_in_forward = False
     """Whether ranks compare a graph before its first program runs, rather than before a backward that reduces."""
-    learns_order = False
-    """Whether bits of gradients may differ from stock's since a wrapper's reducer orders its buckets as compiled graphs
-    hand gradients on. It is meant for eager's order.
-    """
     keeps_gathered = False
     """Whether parameters that eager code gathers stay gathered after the call."""
     covers_all_params = False
@@ -145,6 +141,6 @@ class PlainAdapter:
         """Return group name -> number of replicas that all-reduce its reduced shards, for groups with replicas."""
         return {}
 
-    def bucket_rule(self, arrival: Sequence[int] = ()) -> BucketRule | None:
+    def bucket_rule(self) -> BucketRule | None:
         """Return the sizes at which buckets close, or None for a model without buckets."""
         return None

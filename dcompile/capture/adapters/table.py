@@ -52,8 +52,7 @@ class AdapterRow:
 
 def _ddp(ddp: Any, wrapped: WrappedModule) -> GradientSync:
     replicated = wrapped.module if compat.composable.is_replicate(ddp, wrapped.module) else None
-    bitwise = wrapped.config.numerics == "bitwise"
-    return DdpSync(DdpAdapter(ddp, wrapped.stock, module=replicated, bitwise=bitwise))
+    return DdpSync(DdpAdapter(ddp, wrapped.stock, module=replicated))
 
 
 def _fsdp2(states: Any, wrapped: WrappedModule) -> GradientSync:
@@ -64,8 +63,7 @@ def _fsdp2(states: Any, wrapped: WrappedModule) -> GradientSync:
 
 
 def _fsdp1(instances: Any, wrapped: WrappedModule) -> GradientSync:
-    bitwise = wrapped.config.numerics == "bitwise"
-    return ShardedSync(Fsdp1Adapter(wrapped.module, instances, wrapped.stock, bitwise=bitwise))
+    return ShardedSync(Fsdp1Adapter(wrapped.module, instances, wrapped.stock))
 
 
 ADAPTERS = (

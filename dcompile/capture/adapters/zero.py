@@ -128,7 +128,7 @@ class ZeroReplicatedAdapter(PlainAdapter):
     def communicators(self) -> dict[str, Any]:
         return {"ddp": self._group}
 
-    def bucket_rule(self, arrival: Sequence[int] = ()) -> BucketRule:
+    def bucket_rule(self) -> BucketRule:
         return BucketRule(FIRST_BYTES, CAP_BYTES, (), self._wire)
 
     def name_of(self, number: int) -> str:
@@ -141,8 +141,6 @@ class ZeroReplicatedAdapter(PlainAdapter):
 
 class ZeroGroup:
     """A group of units; see `collectives.contract.ShardGroup`."""
-
-    as_stock = False
 
     def __init__(self, engine: Any, name: str, group: Any) -> None:
         self._engine = weakref.ref(engine)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class BucketSet:
     _used_places: dict[int, tuple[str, int]] = field(init=False)
     """Those of parameters that the program uses, without idle ones."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
-    _works: dict[str, list[PendingCollective]] = field(init=False, default_factory=dict)
+    _works: dict[str, PendingCollective] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
     _used: frozenset[int] = field(init=False, default=frozenset())
     """Parameters that hold gradients of earlier backwards, which this one reduces."""
@@ -190,15 +189,7 @@ class BucketSet:
                 multiply_all(rest, self._scale)
         else:
             payload = scale_for_all_reduce(memory.flat, self.group, self._scale, described.wire, memory.wire)
-        self._start_sums(described, payload)
-
-    def _start_sums(self, bucket: Bucket, payload: torch.Tensor) -> None:
-        """Start summing a bucket's gradients and flags: at once, or one after the other (`Bucket.marks_apart`)."""
-        stops = (bucket.numel - bucket.marks, bucket.numel) if bucket.marks_apart else (bucket.numel,)
-        parts = (payload[start:stop] for start, stop in pairwise((0, *stops)))
-        self._works[bucket.name] = [
-            start_sum(self.group, part, label) for part, label in zip(parts, self._labels(bucket.name), strict=True)
-        ]
+        self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
 
     def _idle(self, bucket: Bucket) -> tuple[int, ...]:
         """Parameters with a place in the bucket whose gradient this rank does not compute in this call."""
@@ -289,7 +280,7 @@ class BucketSet:
             if bucket.marks:
                 self._mark(bucket, memory, numbers)
             payload = scale_for_all_reduce(memory.flat, self.group, self._scale, bucket.wire, memory.wire)
-            self._start_sums(bucket, payload)
+            self._works[name] = start_sum(self.group, payload, self._label(name))
         for name, memory in memories.items():
             self.wait(name, memory)
             bucket = self._table[name]
@@ -315,13 +306,12 @@ class BucketSet:
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work of a bucket's pending all-reduce, or None."""
-        collectives = self._works.get(bucket)
-        return collectives[-1].work if collectives else None
+        collective = self._works.get(bucket)
+        return None if collective is None else collective.work
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
-        for collective in self._works.pop(bucket):
-            collective.wait()
+        self._works.pop(bucket).wait()
         self.times_ns[2] = time.time_ns()
         if memory.wire is not None:
             memory.flat.copy_(memory.wire)
@@ -333,13 +323,9 @@ class BucketSet:
         if idle := self._idle(described):
             self._unsettled[self._runs, bucket] = memory, memory.flat[-described.marks :], idle
 
-    def _labels(self, bucket: str) -> list[str]:
-        """Return the labels of a bucket's collectives, in their order."""
-        described = self._table[bucket]
-        apart = described.marks if described.marks_apart else 0
-        texts = [f"all-reduce of gradient {bucket} ({described.numel - apart} elements)"]
-        texts += [f"all-reduce of presence flags of gradient {bucket} ({apart} elements)"] if apart else []
-        return [label_of_model(text, self.group, self.shared.numbers) for text in texts]
+    def _label(self, bucket: str) -> str:
+        text = f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
+        return label_of_model(text, self.group, self.shared.numbers)
 
     def accumulated(self) -> bool:
         """Whether a parameter holds a gradient already, is noted for one that it held, or gets none in this call."""
@@ -350,7 +336,7 @@ class BucketSet:
 
     def replayed(self, bucket: str, memory: BucketMemory) -> None:
         """Note that a replayed CUDA graph contained the all-reduce of this memory."""
-        count_replayed(self.group, self._labels(bucket))
+        count_replayed(self.group, [self._label(bucket)])
         self._landed(bucket, memory)
 
     def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:

@@ -111,8 +111,6 @@ class Shards:
     groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
     """The option `gathers`."""
-    zeros_in_place: set[str] = field(init=False, default_factory=set)
-    """Names of units reduced as zeros in stock's layout, where FSDP would have left them out."""
     shard_copies: Literal["auto", "kept", "gather"] = "auto"
     saves_memory: str = ""
     """See `ConvertedShards`."""
@@ -250,10 +248,12 @@ class Shards:
         """
         self.unreduced.end()
         self.unreduced.keep(outside)
-        kept = self.unreduced.whole
-        ready = {number: kept.pop(number) for number in sorted(kept) if self._group_of(number).wants() != "nothing"}
-        for units in self._in_messages(ready):
-            self._reduce_rest(units, units.keys() - self.unreduced.real)
+        for number in sorted(self.unreduced.whole):
+            group = self._group_of(number)
+            if group.wants() != "nothing":
+                whole, absent = self.unreduced.whole.pop(number), {number} - self.unreduced.real
+                pending = self.scatter(group, {number: whole}, f"the rest of {self.units[number].name}", 0, absent)
+                self.finish(pending)
         for number, shard in self.unsure.settle():
             self._commit(number, shard)
         while self._unsettled:
@@ -264,21 +264,8 @@ class Shards:
 
         Every rank passes some of the same units.
         """
-        for units in self._in_messages(full):
-            self._reduce_rest(units)
-
-    def _reduce_rest(self, full: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
-        first, packed = next(iter(full)), len(full) if len(full) > 1 else 0
-        self.finish(self.scatter(self._group_of(first), full, f"the rest of {self.units[first].name}", packed, absent))
-
-    def _in_messages(self, full: Mapping[int, torch.Tensor]) -> list[dict[int, torch.Tensor]]:
-        """Units of each reduction, in order: all of a group in stock's layout, else each by itself."""
-        found: dict[Any, dict[int, torch.Tensor]] = {}
         for number, whole in sorted(full.items()):
-            group = self._group_of(number)
-            key = (group.name, whole.dtype) if group.as_stock else number
-            found.setdefault(key, {})[number] = whole
-        return list(found.values())
+            self.finish(self.scatter(self._group_of(number), {number: whole}, f"the rest of {self.units[number].name}"))
 
     def _group_of(self, number: int) -> ShardGroup:
         return self.groups[self.units[number].group]
@@ -294,8 +281,6 @@ class Shards:
         """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
         lacking = frozenset(absent).difference(self.unreduced.real)
         process_group = group.scatter_group()
-        if group.as_stock and lacking and len(full) > 1 and process_group.size() > 2:
-            self.zeros_in_place.update(self.units[number].name for number in lacking)
         first = next(iter(full.values()))
         rule = group.reduction(first.dtype)
         for number, tensor in full.items():
@@ -308,15 +293,13 @@ class Shards:
         flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
         inputs, outputs = list(full.values()), list(shards.values())
-        if packed and len(full) > 1:
+        if packed:
             message = PackedUnits(inputs[-packed:], world)
             message.pack()
             inputs = [*inputs[:-packed], message.whole]
             outputs = [*outputs[:-packed], flat[-message.whole.numel() // world :]]
 
         def start(limit_s: float | None) -> Any:
-            if group.as_stock:
-                return compat.groups.start_reduce_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
             if any(parts):
                 return UnevenReduceScatter(process_group, outputs, inputs, parts, rule.scatter, limit_s)
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp_sync import SEVERAL_AS_STOCK, ArrivingGradients, DdpSync, used_by
+from dcompile.capture.adapters.ddp_sync import ArrivingGradients, DdpSync
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.call_state import Invocation, Variant
 from dcompile.capture.services import NoReplicas
 from dcompile.errors import DcompileError
-from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.ddp_buckets import ReducedRun
 
 GRADS = ((0, 7), (1, 8))
@@ -29,7 +28,6 @@ class MadeUpDdp:
         self.state, self.reasons, self.group = "undecided", (), "group"
         self.covers_all_params = self.prepared = self.may_be_alone = self.is_static = False
         self.varies = uneven
-        self.as_stock = self.is_in_first_layout = False
         self.refs: dict[int, Any] = {}
         self.ddp = SimpleNamespace(static_graph=False, find_unused_parameters=uneven)
         self.unreduced: set[int] = set()
@@ -75,9 +73,6 @@ class MadeUpDdp:
 
     def accumulating(self, numbers: Any) -> frozenset[int]:
         return frozenset(numbers)
-
-    def begin_reduction(self) -> bool:
-        return self.is_in_first_layout
 
     def restore(self, reason: str, inside_forward: bool) -> None:
         self.restored.append(reason)
@@ -192,23 +187,6 @@ def test_what_speaks_against_it_leaves_gradients_to_ddp():
     sync = strategy(adapter, MadeUpModel(("a parameter is returned",)))
     assert sync.before_backward(MadeUpGraph(), True)
     assert adapter.decided == [["a parameter is returned"]] and not adapter.eligible
-
-
-@pytest.mark.parametrize(("as_stock", "varies"), [(False, False), (True, False), (True, True)])
-def test_buckets_of_several_graphs_are_left_to_ddp_where_their_layout_matters(as_stock, varies):
-    adapter, model = MadeUpDdp(), MadeUpModel()
-    adapter.as_stock, adapter.varies, model.graphs = as_stock, varies, [MadeUpGraph(), MadeUpGraph()]
-    for graph in model.graphs:
-        graph.captured = []
-    strategy(adapter, model).before_backward(model.graphs[0], True)
-    assert adapter.decided == [[SEVERAL_AS_STOCK] if as_stock and not varies else []]
-
-
-def test_gradients_in_used_places_have_buffers_and_the_rest_is_idle():
-    bucket = Bucket("b", "float32", "cpu", "ddp", (), (), (), 6, idle=(0, 1, 2), idle_offsets=(0, 2, 4))
-    found = used_by(bucket, {0, 2})
-    assert (found.params, found.offsets, found.idle, found.idle_offsets) == ((0, 2), (0, 4), (1,), (2,))
-    assert found.places == bucket.places
 
 
 def test_a_backward_that_adds_to_nothing_compares_nothing():

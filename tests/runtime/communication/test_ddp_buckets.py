@@ -9,9 +9,7 @@ import torch.distributed as dist
 
 from dcompile.collectives.contract import SharedBuckets
 from dcompile.ir.buffers import Bucket
-from dcompile.runtime.communication import ddp_buckets
 from dcompile.runtime.communication.ddp_buckets import MAX_KEPT_STORAGES, BucketSet, average
-from dcompile.runtime.communication.work import start_sum
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -354,22 +352,3 @@ def test_what_is_absent_in_one_call_may_come_from_another_rank_behind_a_backward
         buckets.reduce_behind({0}, ())
         assert params[0].grad.tolist() == [4.0, 4.0]
         assert (None if params[1].grad is None else params[1].grad.tolist()) == ([0.0, 0.0] if mark else None)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_flags_are_reduced_with_gradients_or_apart(apart, monkeypatch):
-    params, sizes = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
-
-    def start(group, tensor, label):
-        sizes.append(tensor.numel())
-        return start_sum(group, tensor, label)
-
-    monkeypatch.setattr(ddp_buckets, "start_sum", start)
-    bucket = Bucket("b", "float32", "cpu", "ddp", (0, 1), ("x", "y"), (0, 2), 6, marks=2, marks_apart=apart)
-    buckets = BucketSet((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
-    buckets.begin()
-    memory = buckets.acquire("b")
-    memory.flat[:4] = 3.0
-    buckets.start("b", memory)
-    buckets.wait("b", memory)
-    assert sizes == ([4, 2] if apart else [6]) and memory.flat.tolist() == [3.0] * 4 + [1.0, 1.0]

@@ -118,8 +118,6 @@ class Holder:
 class OneGroup:
     """All of them are sharded over one rank."""
 
-    name, as_stock = "fsdp0", False
-
     def scatter_group(self):
         return dist.group.WORLD
 
@@ -147,14 +145,3 @@ def test_zeros_of_an_absent_shard_are_a_gradient_if_another_rank_has_one(elsewhe
         [[0.0, 0.0]],
     ]
     shards.flush()  # nothing is left over
-
-
-@pytest.mark.parametrize("as_stock", [False, True])
-def test_what_is_left_of_a_group_is_one_message_where_it_has_stocks_layout(as_stock, monkeypatch):
-    group, started = OneGroup(), []
-    group.as_stock = as_stock
-    shards = Shards({0: Holder(), 1: Holder()}, {"fsdp0": group})
-    monkeypatch.setattr(shards, "scatter", lambda *how: started.append((sorted(how[1]), how[3])))
-    monkeypatch.setattr(shards, "finish", lambda pending: None)
-    shards.reduce_behind({1: torch.ones(2), 0: torch.zeros(4)})
-    assert started == ([([0, 1], 2)] if as_stock else [([0], 0), ([1], 0)])

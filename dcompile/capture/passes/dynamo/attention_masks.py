@@ -317,55 +317,50 @@ def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], MaskTracer], as
     nest = NestedGraphs(gm)
     if not any(map(mask_of, nest.nodes())):
         return PassReport()
-    if as_eager:
-        return _leave_out_traced_masks(nest, tracer)
-    changed = change_constants_anew(nest)
+    changed = 0 if as_eager else change_constants_anew(nest)
     elements = ElementsOf(nest, Changed(nest), tracer())
     verdict_on = functools.cache(lambda mask, scores: _verdict(elements(mask), scores))  # layers share masks
     done: dict[str, int] = {}
     masks: dict[Node, None] = {}
+    repeated: list[Node] = []
     for node in nest.nodes():
         query, key = (sizes_of(argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
         mask = mask_of(node)
         if mask is None or min(len(query), len(key)) < 2:
             continue
-        if (verdict := verdict_on(mask, (*query[:-1], key[-2]))) is not None:
-            _use_flag(node, causal=verdict == "causal")
-            masks[mask] = None
-            done[verdict] = done.get(verdict, 0) + 1
+        if as_eager and not made_where_traced(mask, nest, key[-2]):
+            continue
+        verdict = verdict_on(mask, (*query[:-1], key[-2]))
+        if verdict is None or (as_eager and verdict != "causal"):
+            continue
+        _use_flag(node, causal=verdict == "causal")
+        repeated += _share_heads_as_eager(node, nest) if as_eager else []
+        masks[mask] = None
+        done[verdict] = done.get(verdict, 0) + 1
     nest.erase_unused(masks, elements.is_constant)
+    erase_repeated(repeated, nest)
     if done or changed:
         nest.recompile()
-    notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
-    return PassReport(sum(done.values()), tuple(GAIN + note for note in notes))
+    if as_eager:
+        notes = [
+            f"{n} attention calls run without the mask that is made only where they are traced" for n in done.values()
+        ]
+    else:
+        notes = [
+            f"{GAIN}{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}"
+            for kind, n in done.items()
+        ]
+    return PassReport(sum(done.values()), tuple(notes))
 
 
-def _leave_out_traced_masks(nest: NestedGraphs, tracer: Callable[[], MaskTracer]) -> PassReport:
-    """Rewrite attention calls for which transformers would have made no mask in eager mode, as it would have there."""
-    elements = ElementsOf(nest, Changed(nest), tracer())
-    verdict_on = functools.cache(lambda mask, scores: _verdict(elements(mask), scores))
-    masks, repeated, done = dict[Node, None](), list[Node](), 0
-    for node in nest.nodes():
-        mask = mask_of(node)
-        if mask is None:
-            continue
-        query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
-        scores = (*sizes_of(query)[:-1], *sizes_of(key)[-2:-1])
-        if len(scores) < 3 or not made_where_traced(mask, nest, scores[-1]) or verdict_on(mask, scores) != "causal":
-            continue
-        _use_flag(node, causal=True)
-        shared = unrepeated(node, nest)
-        if shared is not None and compat.dynamo.shares_heads_without_mask(*map(value_of, (key, value))):
-            repeated += [key, value]
-            share_heads(node, *shared)
-        masks[mask] = None
-        done += 1
-    nest.erase_unused(masks, elements.is_constant)
-    if not done:
-        return PassReport()
-    erase_repeated(repeated, nest)
-    nest.recompile()
-    return PassReport(done, (f"{done} attention calls run without the mask that is made only where they are traced",))
+def _share_heads_as_eager(node: Node, nest: NestedGraphs) -> list[Node]:
+    """Undo the repetition of heads that transformers needs for a mask; return the repeated keys and values."""
+    key, value = (argument(node, place, name) for place, name in ((1, "key"), (2, "value")))
+    shared = unrepeated(node, nest)
+    if shared is None or not compat.dynamo.shares_heads_without_mask(value_of(key), value_of(value)):
+        return []
+    share_heads(node, *shared)
+    return [key, value]
 
 
 def made_where_traced(mask: Node, nest: NestedGraphs, length: Size) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dcompile.bisect.watched_shards import WatchedShards
 from dcompile.collectives.contract import AnySource, Executable, Foreseen, ParamInfo, ProgramReport, Request
+from dcompile.collectives.fsdp_units import shard_of
 from dcompile.compat.dispatch_watch import random_states
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.compiler.driver import Pipeline
@@ -236,14 +237,13 @@ class CheckedProgram:
         return names[place]
 
     def _averaged_parameter(self, place: int) -> ParamInfo | None:
-        infos = {info.number: info for info in self._request.params}
-        return next((infos.get(number) for at, number in self._request.grads if at == place), None)
+        return next((self._infos.get(number) for at, number in self._request.grads if at == place), None)
 
     def _unit_of(self, place: int) -> int:
         """Unit of the sharded parameter whose gradient a result is."""
         info = self._averaged_parameter(place)
-        assert info is not None and info.shard is not None, "of a sharded parameter"
-        return info.shard.unit
+        assert info is not None, "the gradient of a parameter"
+        return shard_of(info).unit
 
     def _evaluated(
         self, inputs: list[Any], reduces: bool, watched: WatchedShards | None, *, exact: bool

@@ -82,17 +82,16 @@ class ProgramSearch:
     def _rest(self) -> Place:
         """What is left where all that one process can check by itself is right."""
         call, (*_, program) = self.call, self.stages.values()
-        if call.parameter is None:
-            kind, name = ("collective", "all_gather of its parameters") if call.gathers else ("host program", "")
-            return Place(kind, name or self.request.name, call.miss, call.result)
-        if call.parameter.shard is not None:
-            notes = (f"gradient of {call.parameter.fqn}", "the program is right up to its collectives")
-            return Place("collective", "reduce_scatter of gradients", call.miss, call.result, notes=notes)
-        number = call.parameter.number
-        bucket = next((bucket for bucket in program.buckets if number in bucket.params), None)
+        parameter = call.parameter
+        if parameter is None and call.gathers:
+            return Place("collective", "all_gather of its parameters", call.miss, call.result)
+        if parameter is None:
+            return Place("host program", self.request.name, call.miss, call.result)
+        bucket = next((bucket for bucket in program.buckets if parameter.number in bucket.params), None)
         kind, name = ("collective", "") if bucket is None else (bucket.kind, bucket.name)
-        notes = (f"gradient of {call.parameter.fqn}", "the program is right up to its collectives")
-        return Place("collective", f"{kind} of {name}", call.miss, call.result, notes=notes)
+        what = f"{kind} of {name}" if parameter.shard is None else "reduce_scatter of gradients"
+        notes = (f"gradient of {parameter.fqn}", "the program is right up to its collectives")
+        return Place("collective", what, call.miss, call.result, notes=notes)
 
     def _stage(self) -> Place | None:
         """The first pass over the program after which it is wrong, or the lowering."""
@@ -244,15 +243,13 @@ class ProgramSearch:
         held = dict(zip(alone.inputs, args, strict=True))
         got = dict(zip((out.buffer for out in alone.outputs if isinstance(out, View)), run(args), strict=True))
         names = dict.fromkeys(name for step in alone.steps for name in _in_order(step))
-        for name in names:
-            wanted = got.get(name, held.get(name)), same.tensor(name), exact.tensor(name)
-            if compare(*wanted) is None:
-                continue
-            # as for results of a whole program: what inputs that differ by a rounding change is no error
-            rounded = _interpreted(alone, dict(zip(given, with_roundings([*given.values()]), strict=True)))
-            if (miss := compare(*wanted, rounded.tensor(name))) is not None:
-                return name, miss
-        return None
+        shown = {name: (got.get(name, held.get(name)), same.tensor(name), exact.tensor(name)) for name in names}
+        if all(compare(*values) is None for values in shown.values()):
+            return None
+        # as for results of a whole program: what inputs that differ by a rounding change is no error
+        rounded = _interpreted(alone, dict(zip(given, with_roundings([*given.values()]), strict=True)))
+        misses = ((name, compare(*values, rounded.tensor(name))) for name, values in shown.items())
+        return next(((name, miss) for name, miss in misses if miss is not None), None)
 
     def _kernel(self, step: Step, alone: Program, given: dict[str, Any], result: str, miss: Miss) -> Place:
         """Name the pass over kernels that makes this one wrong, or else the op in it."""

@@ -6,13 +6,15 @@ The shards that the call's reductions leave are kept, for a comparison with a re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dcompile.collectives.contract import ParamInfo, Shard, ShardGroup
+from dcompile.collectives.contract import ParamInfo, ShardGroup
+from dcompile.collectives.fsdp_units import shard_of
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 
 
@@ -60,7 +62,7 @@ class WatchedShards:
         shards = self._source.shards
         whole: dict[int, torch.Tensor | None] = {}
         for info in infos:
-            unit = shards.units[number := _shard(info).unit]
+            unit = shards.units[number := shard_of(info).unit]
             if number in whole:
                 continue
             if unit.cast is not None or unit.parts or unit.offloaded:
@@ -70,7 +72,7 @@ class WatchedShards:
             flat = mine.new_empty(group.size() * mine.numel())
             dist.all_gather([*flat.chunk(group.size())], mine.contiguous(), group=group)
             whole[number] = flat
-        return [_part(whole[_shard(info).unit], info) for info in infos]
+        return [_part(whole[shard_of(info).unit], info) for info in infos]
 
     def averaged(self, gradients: Iterable[tuple[ParamInfo, torch.Tensor | None]]) -> dict[int, torch.Tensor]:
         """Average gradients over ranks as FSDP does, by torch.distributed: unit -> this rank's shard, padded.
@@ -79,8 +81,8 @@ class WatchedShards:
         """
         flats: dict[int, torch.Tensor] = {}
         for info, gradient in gradients:
-            shard = _shard(info)
-            if shard.unit not in self.reduced or gradient is None:
+            shard = shard_of(info)
+            if shard.unit not in self.reduced or gradient is None or self._source.shards.units[shard.unit].parts:
                 continue
             dtype = torch.float64 if gradient.dtype == torch.float64 else getattr(torch, shard.reduce_dtype)
             flat = flats.setdefault(shard.unit, gradient.new_zeros(shard.numel, dtype=dtype))
@@ -93,17 +95,11 @@ class WatchedShards:
         return {number: shard for number, shard in found.items() if shard is not None}
 
 
-def _shard(info: ParamInfo) -> Shard:
-    assert info.shard is not None, "of a sharded parameter"
-    return info.shard
-
-
 def _part(flat: torch.Tensor | None, info: ParamInfo) -> torch.Tensor | None:
     if flat is None:
         return None
-    begin = _shard(info).offset
-    numel = torch.Size(info.shape).numel()
-    return flat[begin : begin + numel].view(info.shape)
+    begin = shard_of(info).offset
+    return flat[begin : begin + math.prod(info.shape)].view(info.shape)
 
 
 def _average(flat: torch.Tensor, group: ShardGroup) -> torch.Tensor | None:

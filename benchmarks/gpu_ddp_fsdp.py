@@ -251,8 +251,8 @@ def compiler(name: str, budget: str = "") -> Callable[[Any], Any]:
     words = name.split()
     recorded = "reduce-overhead" in words
     if words[0] == "torch.compile":
-        backend: Any = "aot_eager" if "aot_eager" in words else "inductor"
-        backend = inductor_within(float(budget)) if budget else backend
+        named = "aot_eager" if "aot_eager" in words else "inductor"
+        backend: Any = inductor_within(float(budget)) if budget else named
         return functools.partial(torch.compile, mode="reduce-overhead" if recorded else None, backend=backend)
     if words[0] != "dcompile":
         return lambda model: model

@@ -116,7 +116,10 @@ class CachingCompiler:
         return table.with_random(whole, fallback_random=self.config.fallback_random)
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]] | None:
-        """Fusible ops for the partitioner, besides torch's; None if ATen runs all, unless memory counts more."""
+        """Fusible ops for the partitioner, besides torch's; None if ATen runs everything.
+
+        With `recompute="memory"`, the backward recomputes what torch takes for fusible, also where it is not free.
+        """
         if not self.config.own_kernels:
             alone = self.config.kernels == "aten" and self.config.recompute != "memory"
             return None if alone else (frozenset(), frozenset())

@@ -52,20 +52,15 @@ def other_fusible_ops(
     """
     from torch._functorch import partitioners
 
+    parts = _views_of_parts()
+
     def extended(found: Any) -> Any:
-        views = found.view_ops - _views_of_parts()
         if fusible is None:
             sizes = {op for op in found.recomputable_ops if not isinstance(op, torch._ops.OpOverloadPacket)}
-            return dataclasses.replace(
-                found, fusible_ops=found.view_ops, recomputable_ops=found.view_ops | sizes, view_ops=views
-            )
-        fused, again = fusible
-        return dataclasses.replace(
-            found,
-            fusible_ops=found.fusible_ops | fused,
-            recomputable_ops=found.recomputable_ops | again,
-            view_ops=views,
-        )
+            fused, again = found.view_ops, found.view_ops | sizes
+        else:
+            fused, again = found.fusible_ops | fusible[0], found.recomputable_ops | fusible[1]
+        return dataclasses.replace(found, fusible_ops=fused, recomputable_ops=again, view_ops=found.view_ops - parts)
 
     return replaced_attribute(partitioners, "get_default_op_list", lambda own: lambda: extended(own()))
 
